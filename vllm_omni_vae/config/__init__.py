@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration: declared once, as frozen dataclasses whose fields are also the command line flags."""
+
+from .engine import EngineConfig
+from .parallel import DiffusionParallelConfig, VaeParallelMode
+from .server import ServerConfig
+from .vae import TileExtent, VaeConfig
+
+__all__ = [
+    "DiffusionParallelConfig",
+    "EngineConfig",
+    "ServerConfig",
+    "TileExtent",
+    "VaeConfig",
+    "VaeParallelMode",
+]
