@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns which part of the work: integer arithmetic alone, the same on every rank."""
+
+from .balance import Assignment, deal
+from .partition import Partition
+from .rank_grid import RankGrid
+from .tiling import AxisScale, AxisTiling, TileGrid, Window
+
+__all__ = ["Assignment", "AxisScale", "AxisTiling", "Partition", "RankGrid", "TileGrid", "Window", "deal"]

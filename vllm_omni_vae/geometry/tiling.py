@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overlapping windows over height, width and time, and what comes out of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from ..errors import GeometryError
+
+Coord = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AxisScale:
+    """How an axis grows or shrinks through the autoencoder.
+
+    A causal time axis keeps its first frame for itself: ``1 + (n - 1) * up // down``.
+
+    >>> AxisScale(down=8).length(61)
+    7
+    >>> AxisScale(up=4, causal=True).length(3)
+    9
+
+    Attributes:
+        up: Output units for each input unit (decode).
+        down: Input units for each output unit (encode).
+        causal: Whether the first unit stands alone.
+    """
+
+    up: int = 1
+    down: int = 1
+    causal: bool = False
+
+    def length(self, extent: int) -> int:
+        """Output length of ``extent`` input units."""
+        if extent < 1:
+            return 0
+        alone = int(self.causal)
+        return alone + (extent - alone) * self.up // self.down
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """One tile along one axis.
+
+    Attributes:
+        start, stop: Input units that the tile reads.
+        length: Output units that the tile yields.
+        out_start, out_stop: Output units of the whole that are kept from it.
+    """
+
+    start: int
+    stop: int
+    length: int
+    out_start: int
+    out_stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AxisTiling:
+    """Windows of ``size`` input units every ``stride``, and how their outputs meet.
+
+    Neighbouring outputs overlap by `blend` units, over which they are blended; `keep` units of each tile remain.
+
+    Attributes:
+        size: Input units of a window; None: the axis is not tiled.
+        stride: Input units between the starts of neighbouring windows.
+        scale: Growth of the axis from input to output.
+        minimum: Fewest input units that a window may have. A shorter leftover is merged into the window before it.
+
+    Raises:
+        GeometryError: the windows would leave gaps, or do not begin on whole output units.
+    """
+
+    size: int | None
+    stride: int = 1
+    scale: AxisScale = AxisScale()
+    minimum: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size is None:
+            return
+        if self.size < 1 or self.stride < 1 or self.minimum < 1:
+            raise GeometryError(f"tile size {self.size} and stride {self.stride} must be at least 1")
+        if self.stride > self.size:
+            raise GeometryError(
+                f"tile stride {self.stride} is larger than the tile size {self.size}, which would leave gaps in the "
+                "picture; make the stride at most the size"
+            )
+        for name, value in (("size", self.size), ("stride", self.stride)):
+            if value % self.scale.down:
+                raise GeometryError(
+                    f"tile {name} {value} is not a multiple of the compression ratio {self.scale.down}, which would "
+                    f"shift the picture; nearest: {value // self.scale.down * self.scale.down or self.scale.down}"
+                )
+
+    @property
+    def keep(self) -> int:
+        """Output units that remain of a tile which has a neighbour after it."""
+        return self.stride * self.scale.up // self.scale.down
+
+    @property
+    def blend(self) -> int:
+        """Output units over which neighbouring tiles are blended."""
+        return 0 if self.size is None else (self.size - self.stride) * self.scale.up // self.scale.down
+
+    def windows(self, extent: int) -> tuple[Window, ...]:
+        """Cut ``extent`` input units into windows; their kept outputs cover the whole output exactly once.
+
+        Raises:
+            GeometryError: the axis is shorter than `minimum`.
+        """
+        if extent < self.minimum or self.scale.length(extent) < 1:
+            raise GeometryError(f"an axis of {extent} units is too short; it takes at least {self.minimum}")
+        if self.size is None:
+            return (self._window(0, extent, 0, self.scale.length(extent)),)
+        starts = [s for s in range(0, extent, self.stride) if s == 0 or extent - s >= self.minimum]
+        stops = [min(start + self.size, extent) for start in starts[:-1]] + [extent]
+        kept = [i * self.keep for i in range(len(starts))] + [self.scale.length(extent)]
+        return tuple(
+            self._window(start, stop, kept[i], kept[i + 1])
+            for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
+        )
+
+    def _window(self, start: int, stop: int, out_start: int, out_stop: int) -> Window:
+        return Window(start, stop, self.scale.length(stop - start), out_start, out_stop)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TileGrid:
+    """A grid of tiles over (time, height, width) and the output that they make together.
+
+    Attributes:
+        tilings: `AxisTiling` of time, height and width.
+        extents: Input units of time, height and width.
+    """
+
+    tilings: tuple[AxisTiling, AxisTiling, AxisTiling]
+    extents: Coord
+    windows: tuple[tuple[Window, ...], ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        windows = tuple(t.windows(e) for t, e in zip(self.tilings, self.extents, strict=True))
+        object.__setattr__(self, "windows", windows)
+
+    @property
+    def shape(self) -> Coord:
+        """Tiles along time, height and width."""
+        time, height, width = (len(w) for w in self.windows)
+        return time, height, width
+
+    @property
+    def out_extents(self) -> Coord:
+        """Output units along time, height and width."""
+        time, height, width = (w[-1].out_stop for w in self.windows)
+        return time, height, width
+
+    def __len__(self) -> int:
+        return prod(self.shape)
+
+    def coords(self) -> Iterator[Coord]:
+        """Tile coordinates in row-major order, time outermost: the order in which tiles are merged."""
+        time, height, width = (range(n) for n in self.shape)
+        return product(time, height, width)
+
+    def cell(self, coord: Coord) -> tuple[Window, Window, Window]:
+        """Windows of the tile at ``coord`` along time, height and width."""
+        time, height, width = (w[i] for w, i in zip(self.windows, coord, strict=True))
+        return time, height, width
+
+    def workload(self, coord: Coord) -> int:
+        """Input volume of the tile at ``coord``."""
+        return prod(w.stop - w.start for w in self.cell(coord))
+
+    @property
+    def coverage(self) -> float:
+        """Input volume of all tiles over that of the whole: the redundant work, 1.0 for none."""
+        return sum(self.workload(c) for c in self.coords()) / prod(self.extents)
