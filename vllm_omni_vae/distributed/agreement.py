@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make every rank raise the same error, and find out that ranks are not doing the same thing, before data moves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from enum import IntEnum
+
+import torch
+
+from ..errors import Cancelled, DisagreementError, RankError
+from .communicator import Communicator
+
+_TEXT_BYTES = 1024
+
+
+class _Outcome(IntEnum):
+    FINE = 0
+    CANCELLED = 1
+    FAILED = 2
+
+
+def agree(comm: Communicator, error: BaseException | None = None) -> None:
+    """Collective. Return if no rank brings an error; else raise the same one on every rank.
+
+    Costs one `all_gather` of an integer, and a second of text only when there is an error.
+
+    Args:
+        comm: The ranks that must leave together.
+        error: What went wrong on this rank, if anything.
+
+    Raises:
+        RankError: a rank failed; names the lowest such rank and its reason. Its cause is the original on that rank.
+        Cancelled: no rank failed and at least one was asked to stop.
+    """
+    outcomes = comm.all_gather(_integers(comm, [_outcome(error)])).flatten().tolist()
+    if _Outcome.FAILED in outcomes:
+        texts = _all_texts(comm, f"{type(error).__name__}: {error}" if error is not None else "")
+        rank = outcomes.index(_Outcome.FAILED)
+        raise RankError(rank, texts[rank]) from error
+    if _Outcome.CANCELLED in outcomes:
+        raise Cancelled("the job was cancelled") from error
+
+
+def agree_on(comm: Communicator, facts: Mapping[str, object], error: BaseException | None = None) -> None:
+    """Collective. `agree`, and also check that all ranks hold the same ``facts``.
+
+    Args:
+        comm: The ranks that are about to take one step together.
+        facts: What must be equal; the names are the same on every rank (the caller's code), values are compared by
+            their text.
+        error: What went wrong on this rank before the step, if anything.
+
+    Raises:
+        DisagreementError: ranks differ; names the first such fact and every rank's value.
+        RankError, Cancelled: as `agree`.
+    """
+    digests = [_digest(f"{name}={value}") for name, value in facts.items()]
+    table = comm.all_gather(_integers(comm, [_outcome(error), *digests]))
+    if table[:, 0].any():
+        agree(comm, error)
+    different = (table[:, 1:] != table[:1, 1:]).any(dim=0).nonzero().flatten().tolist()
+    if different:
+        name = list(facts)[different[0]]
+        values = _all_texts(comm, str(facts[name]))
+        raise DisagreementError(
+            f"ranks came with different {name}: "
+            + ", ".join(f"rank {r} has {v}" for r, v in enumerate(values))
+            + "; every rank must make the same call with the same input"
+        )
+
+
+def _outcome(error: BaseException | None) -> int:
+    if error is None:
+        return _Outcome.FINE
+    return _Outcome.CANCELLED if isinstance(error, Cancelled) else _Outcome.FAILED
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _integers(comm: Communicator, values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=comm.control_device)
+
+
+def _all_texts(comm: Communicator, text: str) -> list[str]:
+    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    rows = comm.all_gather(torch.tensor(list(data), dtype=torch.uint8, device=comm.control_device))
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs with which ranks move tensors, counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DisagreementError
+
+Reduction = Literal["sum", "max"]
+Message = tuple[int, torch.Tensor]
+
+
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """What one rank has sent: point-to-point messages, their bytes, and collectives by name."""
+
+    messages: int = 0
+    bytes: int = 0
+    broadcast_bytes: int = 0
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def count(self, collective: str) -> None:
+        """Note one collective."""
+        self.collectives[collective] = self.collectives.get(collective, 0) + 1
+
+
+class Communicator(ABC):
+    """Ranks 0 .. `size` - 1 of one group. Every method is collective: all ranks call it in the same order.
+
+    Tensors are sent as they lie in memory, so a tensor that is not contiguous is copied first: a backend may deliver
+    other values for a cropped view without saying so.
+
+    Attributes:
+        rank: This rank's number in the group.
+        size: Ranks in the group.
+        control_device: Where small integer tensors must live to travel through this group.
+        traffic: What this rank has sent so far.
+    """
+
+    def __init__(self, rank: int, size: int, control_device: torch.device | None = None):
+        self.rank = rank
+        self.size = size
+        self.control_device = control_device or torch.device("cpu")
+        self.traffic = Traffic()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Collective among the named peers. Send and receive all messages in one batch.
+
+        Args:
+            sends: (peer, tensor) in an order that the peer's receives share.
+            receives: (peer, contiguous buffer); filled on return.
+
+        Raises:
+            DisagreementError: a buffer that is not contiguous, which could not be filled.
+        """
+        for peer, buffer in receives:
+            if not buffer.is_contiguous():
+                raise DisagreementError(f"the buffer for rank {peer} is a view with gaps; give a contiguous one")
+        packed = [(peer, tensor.contiguous()) for peer, tensor in sends]
+        self.traffic.messages += len(packed)
+        self.traffic.bytes += sum(tensor.nbytes for _, tensor in packed)
+        if packed or receives:
+            self._exchange(packed, receives)
+
+    def gather(self, piece: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
+        """Collective. Bring each rank's 1-D ``piece`` to ``dst`` in its exact size; nothing is padded.
+
+        Args:
+            piece: ``sizes[rank]`` elements.
+            sizes: Elements of every rank's piece, known to all; 0 sends nothing.
+            dst: Rank that owns the result.
+
+        Returns:
+            On ``dst`` the pieces in rank order (its own is ``piece`` itself); elsewhere None.
+        """
+        self.traffic.count("gather")
+        if self.rank != dst:
+            self.exchange([(dst, piece)] if sizes[self.rank] else [], [])
+            return None
+        pieces = [piece if rank == dst else piece.new_empty(size) for rank, size in enumerate(sizes)]
+        self.exchange([], [(rank, p) for rank, p in enumerate(pieces) if rank != dst and sizes[rank]])
+        return pieces
+
+    def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+        """Collective. Stack every rank's equally shaped ``piece`` along a new first dim, on every rank."""
+        self.traffic.count("all_gather")
+        return self._all_gather(piece.contiguous())
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> None:
+        """Collective. Reduce the contiguous ``tensor`` over the ranks, in place."""
+        self.traffic.count("all_reduce")
+        self._all_reduce(tensor, op)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Collective. Fill the contiguous ``tensor`` of every rank with that of ``src``, in place."""
+        self.traffic.count("broadcast")
+        if self.rank == src:
+            self.traffic.broadcast_bytes += tensor.nbytes
+        self._broadcast(tensor, src)
+
+    @abstractmethod
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, piece: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
+
+
+class TorchCommunicator(Communicator):
+    """A `torch.distributed` process group; peers are ranks of the group, whatever their global numbers."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), _control_device(group))
+        self.group = group
+        self._global = dist.get_process_group_ranks(group)
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        batch = [dist.P2POp(dist.isend, tensor, self._global[peer], self.group) for peer, tensor in sends]
+        batch += [dist.P2POp(dist.irecv, tensor, self._global[peer], self.group) for peer, tensor in receives]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
+    def _all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+        pieces = [torch.empty_like(piece) for _ in range(self.size)]
+        dist.all_gather(pieces, piece, group=self.group)
+        return torch.stack(pieces)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        dist.broadcast(tensor, self._global[src], group=self.group)
+
+
+def _control_device(group: dist.ProcessGroup) -> torch.device:
+    cpu = torch.device("cpu")
+    if cpu in group._device_types or dist.get_backend(group) == "gloo":
+        return cpu
+    return torch.device(torch.accelerator.current_accelerator() or cpu)
+
+
+class NullCommunicator(Communicator):
+    """Moves nothing: what a rank computes with it takes as long as if exchanges were free.
+
+    Received buffers keep what they hold, so results are meaningless; only times and shapes are not.
+    """
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        return
+
+    def _all_gather(self, piece: torch.Tensor) -> torch.Tensor:
+        return torch.stack([piece] * self.size)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        return
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        return

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The VAE's own process groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from ..errors import ConfigurationError
+from .communicator import Communicator, TorchCommunicator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VaeGroups:
+    """Which ranks share the VAE's work, and which ranks call it.
+
+    Attributes:
+        work: The ranks that share the work, or None on a rank outside of them.
+        domain: All ranks that call the VAE; a broadcast result reaches all of these.
+        workers: The working ranks as ranks of ``domain``, in the order of their ranks in ``work``.
+        output: Index into ``workers`` of the rank that owns a result which is not broadcast.
+    """
+
+    work: Communicator | None
+    domain: Communicator
+    workers: tuple[int, ...]
+    output: int = 0
+
+    @classmethod
+    def create(
+        cls, size: int, group: dist.ProcessGroup | Sequence[int] | None = None, output_rank: int = 0
+    ) -> VaeGroups:
+        """Collective. Make groups of the VAE's own, so that its messages never meet anyone else's.
+
+        Args:
+            size: Ranks that share the work. More than there are fall back to all of them, with one warning.
+            group: None: the first ``size`` ranks of the world. A process group: its first ``size`` ranks; only its
+                members call. A sequence of global ranks: these work, and every rank of the world calls.
+            output_rank: Rank, within the working ranks, that owns decoded samples.
+
+        Raises:
+            ConfigurationError: torch.distributed is not initialised, or the ranks asked for do not exist.
+        """
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                f"{size} VAE ranks were asked for but torch.distributed is not initialised; "
+                "start with torchrun and call torch.distributed.init_process_group first"
+            )
+        world = list(range(dist.get_world_size()))
+        if group is None:
+            domain, workers = world, world[:size]
+        elif isinstance(group, dist.ProcessGroup):
+            domain = dist.get_process_group_ranks(group)
+            workers = domain[:size]
+        else:
+            domain, workers = world, list(group)[:size]
+        if not set(workers) <= set(domain) or len(set(workers)) < len(workers):
+            raise ConfigurationError(f"VAE ranks {workers} are not distinct ranks of {domain}")
+        if len(workers) < size:
+            logger.warning("VAE parallel size %d falls back to %d, all the ranks there are", size, len(workers))
+        if not 0 <= output_rank < len(workers):
+            raise ConfigurationError(
+                f"output_rank {output_rank} is not one of the {len(workers)} VAE ranks, counted from 0"
+            )
+        whole = TorchCommunicator(_new_group(domain))
+        work: Communicator | None = whole
+        if workers != domain:
+            work = TorchCommunicator(_new_group(workers)) if dist.get_rank() in workers else None
+        return cls(work, whole, tuple(domain.index(rank) for rank in workers), output_rank)
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group
