@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn a loaded diffusers autoencoder into its distributed class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..config import VaeParallelMode
+from ..errors import ConfigurationError, UnsupportedError
+from .mixin import DistributedVaeMixin, check_mode
+from .wan import DistributedAutoencoderKLWan
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+FAMILIES: tuple[type[DistributedVaeMixin], ...] = (DistributedAutoencoderKLWan,)
+"""One distributed class per family."""
+
+
+def distributed_class(vae: object) -> type[DistributedVaeMixin] | None:
+    """The distributed class for ``vae``, or None when its family is not known here."""
+    return next((family for family in FAMILIES if isinstance(vae, family.spec.base_class)), None)
+
+
+def distribute(
+    vae: Any,
+    *,
+    size: int,
+    mode: str | VaeParallelMode = VaeParallelMode.TILE,
+    group: dist.ProcessGroup | Sequence[int] | None = None,
+    output_rank: int = 0,
+    broadcast_result: bool | None = None,
+) -> Any:
+    """Collective. Share encode and decode of a loaded diffusers autoencoder among ranks, in place.
+
+    Weights, state-dict keys and configuration stay as they are; only the class changes. Every rank must hold the same
+    weights and make the same calls with the same inputs, under an initialised `torch.distributed`. With ``size`` 1
+    nothing is changed at all.
+
+    Afterwards `encode` returns whole moments on every calling rank. `decode` returns the sample on the output rank, or
+    on every calling rank with ``broadcast_result=True``; elsewhere it returns zeros of shape ``(B, C, 1, 1, 1)``, which
+    the tail of a diffusers pipeline accepts.
+
+    Args:
+        vae: A loaded diffusers autoencoder of a known family.
+        size: Ranks that share the work. More than there are fall back to all of them, with one warning.
+        mode: ``tile`` or another `VaeParallelMode` that the family has.
+        group: None: the first ``size`` ranks of the world. A process group: its first ``size`` ranks, only its members
+            call. A sequence of global ranks: these work and every rank of the world calls.
+        output_rank: Rank, within the working ranks, that owns decoded samples.
+        broadcast_result: Give decoded samples to every calling rank. Default: no.
+
+    Returns:
+        ``vae`` itself.
+
+    Raises:
+        UnsupportedError: the family is not known, or does not have the mode.
+        ConfigurationError: the size or the ranks cannot be used, or torch.distributed is not initialised.
+    """
+    family = distributed_class(vae)
+    if family is None:
+        known = ", ".join(f.spec.name for f in FAMILIES)
+        raise UnsupportedError(f"{type(vae).__name__} cannot be distributed; families that can: {known}")
+    mode = VaeParallelMode.parse(mode)
+    check_mode(family.spec, mode)
+    if size < 1:
+        raise ConfigurationError(f"VAE parallel size is {size}; it counts ranks and must be at least 1")
+    if size == 1:
+        return vae
+    before = type(vae)
+    vae.__class__ = before if issubclass(before, family) else family
+    try:
+        vae.set_parallel_size(size, mode=mode, group=group, output_rank=output_rank, broadcast_result=broadcast_result)
+        if not vae.use_tiling:
+            vae.enable_tiling()
+            logger.info("VAE tiling is switched on: %d ranks share %s", size, family.spec.name)
+    except Exception:
+        vae.__class__ = before
+        raise
+    return vae

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every distributed autoencoder shares, on top of its unmodified diffusers class."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
+
+from ..config import VaeParallelMode
+from ..distributed import VaeGroups
+from ..errors import ConfigurationError, UnsupportedError
+from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
+from .policy import select_strategy
+from .spec import FamilySpec, Operation
+from .state import ParallelState
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class DistributedVaeMixin:
+    """Spreads the tiled encode and decode of a diffusers autoencoder over ranks.
+
+    Put it before the diffusers class: ``class DistributedX(DistributedVaeMixin, X)`` with ``spec`` set. Until
+    `set_parallel_size` is called with more than one rank, every method is diffusers' own.
+
+    Decoded samples belong to the output rank. On other ranks `decode` returns a placeholder: zeros of shape
+    ``(B, C, 1, 1, 1)``, enough for the tail of a diffusers pipeline to run on. Moments from `encode` are whole on every
+    rank.
+    """
+
+    spec: ClassVar[FamilySpec]
+    _vae_parallel: ParallelState | None = None
+
+    if TYPE_CHECKING:
+        config: Any
+        dtype: torch.dtype
+        use_tiling: bool
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load as the diffusers class does; parallel once `set_parallel_size` is called."""
+        return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def init_distributed(
+        self,
+        group: dist.ProcessGroup | Sequence[int] | None = None,
+        *,
+        mode: str | VaeParallelMode = VaeParallelMode.TILE,
+    ) -> None:
+        """Collective. Share the work among all ranks of ``group`` (default: the world)."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise ConfigurationError("init_distributed needs torch.distributed; call init_process_group first")
+        size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup | None) else len(group)
+        self.set_parallel_size(size, mode=mode, group=group)
+
+    def set_parallel_size(
+        self,
+        size: int,
+        *,
+        mode: str | VaeParallelMode = VaeParallelMode.TILE,
+        group: dist.ProcessGroup | Sequence[int] | None = None,
+        output_rank: int = 0,
+        broadcast_result: bool | None = None,
+    ) -> None:
+        """Collective over the calling ranks. Share encode and decode among ``size`` ranks, or stop sharing with 1.
+
+        Args:
+            size: Ranks that share the work.
+            mode: A `VaeParallelMode` or its text.
+            group: Where these ranks are; see `VaeGroups.create`.
+            output_rank: Rank within them that owns decoded samples.
+            broadcast_result: Give decoded samples to every calling rank. Default: no.
+
+        Raises:
+            ConfigurationError: a size below 1, an unknown mode, or ranks that do not exist.
+            UnsupportedError: a mode that the family does not have.
+        """
+        mode = VaeParallelMode.parse(mode)
+        check_mode(self.spec, mode)
+        if size < 1:
+            raise ConfigurationError(f"VAE parallel size is {size}; it counts ranks and must be at least 1")
+        if size == 1:
+            self._vae_parallel = None
+            return
+        for operation in Operation:
+            self.spec.tiling(self, operation)
+        groups = VaeGroups.create(size, group, output_rank)
+        self._vae_parallel = ParallelState(groups, mode, bool(broadcast_result)) if len(groups.workers) > 1 else None
+
+    def is_distributed_enabled(self) -> bool:
+        """Whether encode and decode are shared among ranks."""
+        return self._vae_parallel is not None
+
+    def enable_tiling(self, *args: Any, **kwargs: Any) -> None:
+        """As diffusers, but a geometry that would leave gaps or shift the picture is refused and nothing is changed.
+
+        Raises:
+            GeometryError: what is wrong with the size and stride.
+        """
+        before = dict(self.__dict__)
+        super().enable_tiling(*args, **kwargs)  # type: ignore[misc]
+        try:
+            for operation in Operation:
+                self.spec.tiling(self, operation)
+        except ConfigurationError:
+            self.__dict__.update(before)
+            raise
+
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        """Collective when distributed. Moments of pixels ``(B, C, T, H, W)``, whole on every rank."""
+        with self._one_call(Operation.ENCODE, x):
+            return super().encode(x, return_dict=return_dict)  # type: ignore[misc]
+
+    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        """Collective when distributed. Sample of latents ``(B, C, T, H, W)``, on the output rank (see the class)."""
+        with self._one_call(Operation.DECODE, z):
+            return super().decode(z, return_dict=return_dict)  # type: ignore[misc]
+
+    def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on every rank."""
+        state = self._vae_parallel
+        if state is None:
+            return super().tiled_encode(x)  # type: ignore[misc,no-any-return]
+        operator = DistributedOperator(self.encode_tile_split, self.encode_tile_exec, self.encode_tile_merge)
+        moments = self._execute(state, Operation.ENCODE, x, operator, broadcast=True)
+        assert moments is not None
+        return moments
+
+    def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on the output rank."""
+        state = self._vae_parallel
+        if state is None:
+            return super().tiled_decode(z, return_dict=return_dict)  # type: ignore[misc]
+        operator = DistributedOperator(self.tile_split, self.tile_exec, self.tile_merge)
+        sample = self._execute(state, Operation.DECODE, z, operator, broadcast=state.broadcast_decode)
+        if sample is None:
+            shape = self.spec.finished_shape(self, (z.shape[0], self.spec.channels(self, Operation.DECODE), 1, 1, 1))
+            sample = z.new_zeros((*shape[:2], 1, 1, 1))
+        return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+    def tile_split(self, z: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
+        """Cut latents into tiles whose output shapes are known beforehand."""
+        return self._split(z, Operation.DECODE)
+
+    def tile_exec(self, task: TileTask) -> torch.Tensor:
+        """Decode one tile."""
+        return self.spec.decode_tile(self, task.tensor)
+
+    def tile_merge(self, tiles: Mapping[tuple[int, ...], torch.Tensor], grid_spec: GridSpec) -> torch.Tensor:
+        """Blend decoded tiles and finish as un-tiled decode does."""
+        return self.spec.finish_decode(self, merge_tiles(tiles, grid_spec.grid))
+
+    def encode_tile_split(self, x: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
+        """Cut pixels into tiles whose output shapes are known beforehand."""
+        return self._split(x, Operation.ENCODE)
+
+    def encode_tile_exec(self, task: TileTask) -> torch.Tensor:
+        """Encode one tile to moments."""
+        return self.spec.encode_tile(self, task.tensor)
+
+    def encode_tile_merge(self, tiles: Mapping[tuple[int, ...], torch.Tensor], grid_spec: GridSpec) -> torch.Tensor:
+        """Blend the moments of all tiles."""
+        return merge_tiles(tiles, grid_spec.grid)
+
+    def to_json_string(self) -> str:
+        """The configuration under the diffusers class's name, so that a saved model loads without this package."""
+        config = json.loads(super().to_json_string())  # type: ignore[misc]
+        config["_class_name"] = self.spec.base_class.__name__
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+    def _split(self, x: torch.Tensor, operation: Operation) -> tuple[list[TileTask], GridSpec]:
+        time, height, width = x.shape[-3:]
+        grid = self.spec.grid(self, operation, (time, height, width))
+        head = (x.shape[0], self.spec.channels(self, operation))
+        tasks = []
+        for tile_id, coord in enumerate(grid.coords()):
+            cell = grid.cell(coord)
+            reads = tuple(slice(window.start, window.stop) for window in cell)
+            shape = (*head, *(window.length for window in cell))
+            tasks.append(TileTask(tile_id, coord, x[..., *reads], grid.workload(coord), shape))
+        whole = (*head, *grid.out_extents)
+        if operation is Operation.DECODE:
+            whole = self.spec.finished_shape(self, whole)
+        return tasks, GridSpec(grid, x.dtype, whole)
+
+    def _execute(
+        self,
+        state: ParallelState,
+        operation: Operation,
+        x: torch.Tensor,
+        operator: DistributedOperator,
+        broadcast: bool,
+    ) -> torch.Tensor | None:
+        if state.rendezvous:
+            x = state.rendezvous.announce(operation, x)
+        settings = {"operation": operation.value, "mode": state.mode.value, "weights": str(self.dtype)}
+        return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: dict(settings))
+
+    @contextlib.contextmanager
+    def _one_call(self, operation: Operation, x: torch.Tensor) -> Iterator[None]:
+        """Hold the module for one call; when distributed, decide and check before anything runs."""
+        state = self._vae_parallel
+        if state is None:
+            yield
+            return
+        with state.lock:
+            shape = tuple(x.shape)
+            self.spec.check(self, operation, shape)
+            grid = None
+            if self.spec.is_tiled(self, operation, shape):
+                grid = self.spec.grid(self, operation, self.spec.seen_extents(self, operation, shape))
+            state.note(select_strategy(operation, state.mode, grid, state.size))
+            try:
+                yield
+            except BaseException:
+                self.spec.reset(self)
+                raise
+
+
+def check_mode(spec: FamilySpec, mode: VaeParallelMode) -> None:
+    """Refuse a mode that the family does not have.
+
+    Raises:
+        UnsupportedError: names the modes it has.
+    """
+    if mode not in spec.modes:
+        raise UnsupportedError(
+            f"{spec.name} cannot run vae_parallel_mode {mode.value}; "
+            f"it has {', '.join(m for m in VaeParallelMode if m in spec.modes)}"
+        )

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the shared code needs to know of one autoencoder family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from ..config import VaeParallelMode
+from ..geometry import AxisTiling, TileGrid
+
+Vae = Any
+"""An instance of the family's diffusers class; diffusers ships no types."""
+
+
+class Operation(StrEnum):
+    """Which way through the autoencoder."""
+
+    ENCODE = "encode"
+    DECODE = "decode"
+
+
+class FamilySpec(ABC):
+    """Capabilities, geometry and the two single-tile functions of a family. Stateless; one instance each.
+
+    Class attributes:
+        name: What the family is called in tables and messages.
+        modes: Strategies the family can run; anything else is refused when it is set.
+    """
+
+    name: str
+    modes: frozenset[VaeParallelMode] = frozenset({VaeParallelMode.TILE, VaeParallelMode.AUTO})
+
+    @property
+    @abstractmethod
+    def base_class(self) -> type:
+        """The diffusers class."""
+
+    @abstractmethod
+    def tiling(self, vae: Vae, operation: Operation) -> tuple[AxisTiling, AxisTiling, AxisTiling]:
+        """Tiling of time, height and width as it is set on ``vae``, in the units that the tiled function sees.
+
+        Raises:
+            GeometryError: the tile size and stride that are set cannot be used.
+        """
+
+    @abstractmethod
+    def is_tiled(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> bool:
+        """Whether diffusers takes its tiled path for this public input ``shape``: pixels or latents."""
+
+    @abstractmethod
+    def check(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> None:
+        """Refuse a public input that the family cannot do exactly.
+
+        Raises:
+            GeometryError: with what is possible instead.
+        """
+
+    @abstractmethod
+    def channels(self, vae: Vae, operation: Operation) -> int:
+        """Channels that one tile yields."""
+
+    @abstractmethod
+    def encode_tile(self, vae: Vae, x: torch.Tensor) -> torch.Tensor:
+        """Moments of one tile, from a clean state."""
+
+    @abstractmethod
+    def decode_tile(self, vae: Vae, z: torch.Tensor) -> torch.Tensor:
+        """Sample of one tile, from a clean state, as it is before tiles are merged."""
+
+    def finish_decode(self, vae: Vae, merged: torch.Tensor) -> torch.Tensor:
+        """What un-tiled decode does last, applied once to the merged tiles."""
+        return merged
+
+    def finished_shape(self, vae: Vae, merged: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape that `finish_decode` makes of ``merged``."""
+        return merged
+
+    def reset(self, vae: Vae) -> None:
+        """Drop what a call left on the module; called when one has failed."""
+        return
+
+    def seen_extents(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """(T, H, W) of what the tiled function sees when the public input has ``shape``."""
+        time, height, width = shape[-3:]
+        return time, height, width
+
+    def grid(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> TileGrid:
+        """The tile grid over ``extents`` (T, H, W) as the tiled function sees them."""
+        return TileGrid(self.tiling(vae, operation), extents)

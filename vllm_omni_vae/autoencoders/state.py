@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a distributed autoencoder holds beyond its diffusers class."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..config import VaeParallelMode
+from ..distributed import VaeGroups
+from ..tiling import DistributedVaeExecutor
+from .policy import Decision, Strategy
+from .spec import Operation
+
+logger = logging.getLogger(__name__)
+
+
+class Rendezvous(Protocol):
+    """Brings ranks that have no input of their own to a collective call."""
+
+    def announce(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
+        """Collective. Tell every rank what comes, and return the leader's ``x`` on all of them."""
+        ...
+
+
+class ParallelState:
+    """Groups, executor and bookkeeping of one distributed autoencoder. A copy of the module does not take it along.
+
+    Attributes:
+        groups: The ranks.
+        mode: What was asked for.
+        broadcast_decode: Whether every calling rank gets decoded samples.
+        executor: Runs tiles on the ranks.
+        rendezvous: Set by an engine whose VAE ranks do not all run the pipeline.
+        on_decision: Told of every decision, also repeated ones.
+        lock: One call at a time: diffusers keeps a call's cache on the module.
+    """
+
+    def __init__(self, groups: VaeGroups, mode: VaeParallelMode, broadcast_decode: bool):
+        self.groups = groups
+        self.mode = mode
+        self.broadcast_decode = broadcast_decode
+        self.executor = DistributedVaeExecutor(groups)
+        self.rendezvous: Rendezvous | None = None
+        self.on_decision: Callable[[Decision], None] | None = None
+        self.lock = threading.RLock()
+        self._logged: set[Decision] = set()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the work."""
+        return len(self.groups.workers)
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank owns decoded samples."""
+        return self.groups.domain.rank == self.groups.workers[self.groups.output]
+
+    def note(self, decision: Decision) -> None:
+        """Log a decision the first time it is taken, with a warning when ranks stay idle."""
+        if self.on_decision:
+            self.on_decision(decision)
+        if decision in self._logged:
+            return
+        self._logged.add(decision)
+        if self.is_output_rank:
+            logger.info("VAE %s", decision)
+            if decision.strategy is Strategy.TILE and decision.idle_ranks:
+                logger.warning(
+                    "VAE %s: %d tiles for %d ranks, so ranks %s are idle; smaller tiles would use them",
+                    decision.operation,
+                    sum(decision.tiles_per_rank),
+                    self.size,
+                    list(decision.idle_ranks),
+                )

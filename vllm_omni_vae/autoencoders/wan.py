@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan 2.1, Wan 2.2 A14B and Wan 2.2 TI2V-5B (patchified, residual)."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+from ..errors import GeometryError
+from ..geometry import AxisScale, AxisTiling
+from .mixin import DistributedVaeMixin
+from .spec import FamilySpec, Operation, Vae
+
+
+class WanSpec(FamilySpec):
+    """Units as in diffusers: decode tiles count latents; encode tiles count the patchified pixels of ``_encode``.
+
+    Diffusers does not divide the encode tile by the patch size, so one encode tile of TI2V-5B spans twice the image
+    pixels of one decode tile.
+    """
+
+    name = "AutoencoderKLWan"
+
+    @property
+    def base_class(self) -> type:
+        return AutoencoderKLWan  # type: ignore[no-any-return]
+
+    def tiling(self, vae: Vae, operation: Operation) -> tuple[AxisTiling, AxisTiling, AxisTiling]:
+        time = _time_ratio(vae)
+        if operation is Operation.ENCODE:
+            whole = AxisTiling(None, scale=AxisScale(down=time, causal=True))
+        else:
+            whole = AxisTiling(None, scale=AxisScale(up=time, causal=True))
+        return whole, _axis(vae, operation, "height"), _axis(vae, operation, "width")
+
+    def is_tiled(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> bool:
+        unit = vae.spatial_compression_ratio if operation is Operation.DECODE else 1
+        height, width = shape[-2:]
+        larger = height > vae.tile_sample_min_height // unit or width > vae.tile_sample_min_width // unit
+        return bool(vae.use_tiling and larger)
+
+    def check(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> None:
+        if len(shape) != 5:
+            raise GeometryError(f"{self.name} {operation}s (B, C, T, H, W) tensors; this one has the shape {shape}")
+        if operation is Operation.DECODE:
+            return
+        frames, height, width = shape[-3:]
+        ratio = _time_ratio(vae)
+        if (frames - 1) % ratio:
+            below = (frames - 1) // ratio * ratio + 1
+            raise GeometryError(
+                f"{self.name} encodes 1 + {ratio}k frames and would ignore the rest of {frames}; "
+                f"give {below} or {below + ratio}"
+            )
+        smallest = vae.spatial_compression_ratio
+        if min(height, width) < smallest or height % _patch(vae) or width % _patch(vae):
+            raise GeometryError(
+                f"{self.name} cannot encode {height}x{width} pixels: both must be at least {smallest} "
+                f"and multiples of {_patch(vae)}"
+            )
+
+    def seen_extents(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        time, height, width = shape[-3:]
+        patch = _patch(vae) if operation is Operation.ENCODE else 1
+        return time, height // patch, width // patch
+
+    def channels(self, vae: Vae, operation: Operation) -> int:
+        return int(2 * vae.config.z_dim if operation is Operation.ENCODE else vae.config.out_channels)
+
+    def encode_tile(self, vae: Vae, x: torch.Tensor) -> torch.Tensor:
+        vae.clear_cache()
+        cuts = chain([0], range(1, x.shape[2] + 1, _time_ratio(vae)))
+        chunks = []
+        for start, stop in pairwise(cuts):
+            vae._enc_conv_idx = [0]
+            frames = x[:, :, start:stop]
+            moments = vae.encoder(frames, feat_cache=vae._enc_feat_map, feat_idx=vae._enc_conv_idx)
+            chunks.append(vae.quant_conv(moments))
+        vae.clear_cache()
+        return torch.cat(chunks, dim=2)
+
+    def decode_tile(self, vae: Vae, z: torch.Tensor) -> torch.Tensor:
+        vae.clear_cache()
+        frames = []
+        for k in range(z.shape[2]):
+            vae._conv_idx = [0]
+            latent = vae.post_quant_conv(z[:, :, k : k + 1])
+            frames.append(vae.decoder(latent, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=k == 0))
+        vae.clear_cache()
+        return torch.cat(frames, dim=2)
+
+    def finish_decode(self, vae: Vae, merged: torch.Tensor) -> torch.Tensor:
+        if vae.config.patch_size is not None:
+            merged = unpatchify(merged, patch_size=vae.config.patch_size)
+        return torch.clamp(merged, min=-1.0, max=1.0)
+
+    def finished_shape(self, vae: Vae, merged: tuple[int, ...]) -> tuple[int, ...]:
+        batch, channels, time, height, width = merged
+        patch = _patch(vae)
+        return batch, channels // patch**2, time, height * patch, width * patch
+
+    def reset(self, vae: Vae) -> None:
+        vae.clear_cache()
+
+
+def _patch(vae: Vae) -> int:
+    return int(vae.config.patch_size or 1)
+
+
+def _time_ratio(vae: Vae) -> int:
+    return int(2 ** sum(map(bool, vae.config.temperal_downsample)))
+
+
+def _axis(vae: Vae, operation: Operation, axis: str) -> AxisTiling:
+    size = getattr(vae, f"tile_sample_min_{axis}")
+    stride = getattr(vae, f"tile_sample_stride_{axis}")
+    ratio = vae.spatial_compression_ratio
+    inner = ratio // _patch(vae)
+    if operation is Operation.ENCODE:
+        return AxisTiling(size, stride, AxisScale(down=inner), minimum=inner)
+    for name, value in (("size", size), ("stride", stride)):
+        if value % ratio or value < ratio:
+            near = max(ratio, value // ratio * ratio)
+            raise GeometryError(
+                f"tile {axis} {name} of {value} pixels is not a multiple of the compression ratio {ratio}, which would "
+                f"shift the picture; nearest: {near} or {near + ratio}"
+            )
+    return AxisTiling(size // ratio, stride // ratio, AxisScale(up=inner))
+
+
+class DistributedAutoencoderKLWan(DistributedVaeMixin, AutoencoderKLWan):  # type: ignore[misc]
+    """`diffusers.AutoencoderKLWan` whose tiles are shared among ranks; weights and state-dict keys are the same."""
+
+    spec = WanSpec()
