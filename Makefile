@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target that needs the environment makes it first; on a fresh machine that takes some minutes, later none.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+RUN := $(BIN)/python tools/no_leftovers.py
+PYTEST := $(RUN) $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-unit check format clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+env: ## make or update the environment in .venv
+	@$(PYTHON) tools/setup_env.py --venv $(VENV)
+
+demo: env ## generate a clip on two ranks with a tiny model, and compare it with one rank
+	@$(RUN) $(BIN)/python tools/demo.py $(ARGS)
+
+test: env ## run every test that this machine can run; ARGS="-k name" chooses some
+	@$(PYTEST) $(ARGS)
+
+test-unit: env ## run the tests that start no server and no process group
+	@$(PYTEST) -m "not distributed and not vllm and not e2e and not slow" $(ARGS)
+
+check: env ## lint, formatting, types and layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: env ## apply what `check` would ask for, where that can be done by a program
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove the environment, caches and results
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist demo-output out
+	find vllm_omni_vae tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every test: no network, one thread per process, and only what this machine can run."""
+
+import importlib.util
+import os
+
+import pytest
+
+from tests.helpers.mark import unmet
+
+# Set before torch or a hub client is imported, and inherited by every process that a test starts.
+os.environ.update(
+    {
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+)
+
+SEVERAL_PROCESSES = ("distributed", "vllm", "e2e")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine lacks, and say which tests may run at the same time.
+
+    Under ``-n 2 --dist loadgroup`` the tests of one file stay on one worker, which makes its fixtures once. All tests
+    that start processes are one group, so that they never compete with each other for the cores.
+    """
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        reason = unmet(marks) if has_vllm or "vllm" not in marks else "vLLM is not installed"
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        several = marks.intersection(SEVERAL_PROCESSES)
+        item.add_marker(pytest.mark.xdist_group("processes" if several else item.location[0]))
