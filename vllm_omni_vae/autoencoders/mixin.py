@@ -90,14 +90,18 @@ class DistributedVaeMixin:
         if size == 1:
             self._vae_parallel = None
             return
-        for operation in Operation:
-            self.spec.tiling(self, operation)
+        self.spec.check_tiling(self)
         groups = VaeGroups.create(size, group, output_rank)
         self._vae_parallel = ParallelState(groups, mode, bool(broadcast_result)) if len(groups.workers) > 1 else None
 
     def is_distributed_enabled(self) -> bool:
         """Whether encode and decode are shared among ranks."""
         return self._vae_parallel is not None
+
+    @property
+    def parallel_state(self) -> ParallelState | None:
+        """Groups, executor and hooks while the work is shared; else None."""
+        return self._vae_parallel
 
     def enable_tiling(self, *args: Any, **kwargs: Any) -> None:
         """As diffusers, but a geometry that would leave gaps or shift the picture is refused and nothing is changed.
@@ -108,8 +112,7 @@ class DistributedVaeMixin:
         before = dict(self.__dict__)
         super().enable_tiling(*args, **kwargs)  # type: ignore[misc]
         try:
-            for operation in Operation:
-                self.spec.tiling(self, operation)
+            self.spec.check_tiling(self)
         except ConfigurationError:
             self.__dict__.update(before)
             raise
@@ -128,7 +131,7 @@ class DistributedVaeMixin:
         """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on every rank."""
         state = self._vae_parallel
         if state is None:
-            return super().tiled_encode(x)  # type: ignore[misc,no-any-return]
+            return super().tiled_encode(x)  # type: ignore[misc]
         operator = DistributedOperator(self.encode_tile_split, self.encode_tile_exec, self.encode_tile_merge)
         moments = self._execute(state, Operation.ENCODE, x, operator, broadcast=True)
         assert moments is not None
@@ -183,10 +186,10 @@ class DistributedVaeMixin:
         tasks = []
         for tile_id, coord in enumerate(grid.coords()):
             cell = grid.cell(coord)
-            reads = tuple(slice(window.start, window.stop) for window in cell)
+            t, h, w = (slice(window.start, window.stop) for window in cell)
             shape = (*head, *(window.length for window in cell))
-            tasks.append(TileTask(tile_id, coord, x[..., *reads], grid.workload(coord), shape))
-        whole = (*head, *grid.out_extents)
+            tasks.append(TileTask(tile_id, coord, x[..., t, h, w], grid.workload(coord), shape))
+        whole: tuple[int, ...] = (*head, *grid.out_extents)
         if operation is Operation.DECODE:
             whole = self.spec.finished_shape(self, whole)
         return tasks, GridSpec(grid, x.dtype, whole)

@@ -53,9 +53,10 @@ class Decision:
     def __str__(self) -> str:
         if self.strategy is Strategy.DIRECT:
             return f"{self.operation}: direct ({self.reason})"
+        grid = "x".join(map(str, self.grid))
         return (
-            f"{self.operation}: {self.strategy} {'x'.join(map(str, self.grid))} (time x height x width), "
-            f"tiles per rank {list(self.tiles_per_rank)}, imbalance {self.imbalance:.2f}, coverage {self.coverage:.2f} ({self.reason})"
+            f"{self.operation}: {self.strategy} {grid} (time x height x width), tiles per rank "
+            f"{list(self.tiles_per_rank)}, imbalance {self.imbalance:.2f}, coverage {self.coverage:.2f} ({self.reason})"
         )
 
 

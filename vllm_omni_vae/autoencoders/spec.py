@@ -63,6 +63,10 @@ class FamilySpec(ABC):
     def channels(self, vae: Vae, operation: Operation) -> int:
         """Channels that one tile yields."""
 
+    def network_calls(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> int:
+        """How often the encoder or decoder network runs for one tile of ``extents``; progress counts these."""
+        return 1
+
     @abstractmethod
     def encode_tile(self, vae: Vae, x: torch.Tensor) -> torch.Tensor:
         """Moments of one tile, from a clean state."""
@@ -82,6 +86,15 @@ class FamilySpec(ABC):
     def reset(self, vae: Vae) -> None:
         """Drop what a call left on the module; called when one has failed."""
         return
+
+    def check_tiling(self, vae: Vae) -> None:
+        """Refuse the tile size and stride that are set on ``vae`` if they cannot be used.
+
+        Raises:
+            GeometryError: what is wrong with them.
+        """
+        for operation in Operation:
+            self.tiling(vae, operation)
 
     def seen_extents(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """(T, H, W) of what the tiled function sees when the public input has ``shape``."""

@@ -26,7 +26,7 @@ class WanSpec(FamilySpec):
 
     @property
     def base_class(self) -> type:
-        return AutoencoderKLWan  # type: ignore[no-any-return]
+        return AutoencoderKLWan
 
     def tiling(self, vae: Vae, operation: Operation) -> tuple[AxisTiling, AxisTiling, AxisTiling]:
         time = _time_ratio(vae)
@@ -66,6 +66,11 @@ class WanSpec(FamilySpec):
         time, height, width = shape[-3:]
         patch = _patch(vae) if operation is Operation.ENCODE else 1
         return time, height // patch, width // patch
+
+    def network_calls(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> int:
+        if operation is Operation.DECODE:
+            return extents[0]
+        return AxisScale(down=_time_ratio(vae), causal=True).length(extents[0])
 
     def channels(self, vae: Vae, operation: Operation) -> int:
         return int(2 * vae.config.z_dim if operation is Operation.ENCODE else vae.config.out_channels)
@@ -131,7 +136,7 @@ def _axis(vae: Vae, operation: Operation, axis: str) -> AxisTiling:
     return AxisTiling(size // ratio, stride // ratio, AxisScale(up=inner))
 
 
-class DistributedAutoencoderKLWan(DistributedVaeMixin, AutoencoderKLWan):  # type: ignore[misc]
+class DistributedAutoencoderKLWan(DistributedVaeMixin, AutoencoderKLWan):
     """`diffusers.AutoencoderKLWan` whose tiles are shared among ranks; weights and state-dict keys are the same."""
 
     spec = WanSpec()

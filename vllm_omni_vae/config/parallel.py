@@ -13,9 +13,9 @@ from .option import option
 class VaeParallelMode(StrEnum):
     """Which strategy divides one VAE encode or decode among the ranks.
 
-    ``tile`` deals overlapping tiles to ranks and gives what diffusers' sequential tiles give, bit for bit. ``auto``
-    lets the family choose among the strategies it has. The ``spatial_shard_*`` modes keep one feature map spread over the
-    ranks; a family that does not have them refuses them at start-up.
+    ``tile`` deals overlapping tiles to ranks and gives what diffusers' sequential tiles give, bit for bit.
+    ``auto`` lets the family choose among the strategies it has. The ``spatial_shard_*`` modes keep one feature map
+    spread over the ranks; a family that does not have them refuses them at start-up.
     """
 
     TILE = "tile"
@@ -122,3 +122,8 @@ class DiffusionParallelConfig:
     def world_size(self) -> int:
         """Ranks in all: ``num_gpus`` if given, else as many as the denoiser or the VAE needs."""
         return self.num_gpus or max(self.dit_world_size, self.vae_patch_parallel_size)
+
+    @property
+    def vae_ranks(self) -> int:
+        """Ranks that share the VAE's work: as many as asked for, or all of the world where it is smaller."""
+        return min(self.vae_patch_parallel_size, self.world_size)

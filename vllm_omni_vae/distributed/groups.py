@@ -67,13 +67,19 @@ class VaeGroups:
             raise ConfigurationError(
                 f"output_rank {output_rank} is not one of the {len(workers)} VAE ranks, counted from 0"
             )
-        whole = TorchCommunicator(_new_group(domain))
+        everyone = domain == world
+        whole = TorchCommunicator(_new_group(domain, everyone))
         work: Communicator | None = whole
         if workers != domain:
-            work = TorchCommunicator(_new_group(workers)) if dist.get_rank() in workers else None
+            inner = _new_group(workers, everyone) if everyone or dist.get_rank() in workers else None
+            work = TorchCommunicator(inner) if inner is not None and dist.get_rank() in workers else None
         return cls(work, whole, tuple(domain.index(rank) for rank in workers), output_rank)
 
 
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+def _new_group(ranks: list[int], everyone: bool) -> dist.ProcessGroup:
+    """Collective over the world, or over ``ranks`` alone where not ``everyone`` calls.
+
+    Alone, torch names the group by how many groups a rank is in, so its members must be in equally many.
+    """
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=not everyone)
     return group
