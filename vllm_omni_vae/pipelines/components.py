@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the autoencoders of a loaded pipeline, wherever they are, and distribute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..autoencoders import distribute, distributed_class
+from ..config import DiffusionParallelConfig, VaeConfig
+from ..errors import UnsupportedError
+from .request import ComponentReport
+
+
+def find_vaes(pipeline: Any) -> dict[str, Any]:
+    """Every autoencoder reachable from ``pipeline`` through its components and through pipelines within, by path.
+
+    The same module found twice is named once. An autoencoder is a module with both ``encode`` and ``decode``, or one of
+    a known family.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for path, part in _walk("", pipeline, set()):
+        found.setdefault(id(part), (path, part))
+    return dict(found.values())
+
+
+def _walk(prefix: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    parts = dict(getattr(owner, "components", {})) | {k: v for k, v in vars(owner).items() if not k.startswith("_")}
+    for name, part in parts.items():
+        if distributed_class(part) or (_is_module(part) and hasattr(part, "encode") and hasattr(part, "decode")):
+            yield prefix + name, part
+        elif hasattr(part, "components"):
+            yield from _walk(f"{prefix}{name}.", part, seen)
+
+
+def _is_module(part: Any) -> bool:
+    import torch
+
+    return isinstance(part, torch.nn.Module)
+
+
+def set_up_vae(vae: Any, config: VaeConfig, parallel: DiffusionParallelConfig) -> None:
+    """Apply the operator's tiling, slicing and tile geometry to one autoencoder.
+
+    Raises:
+        GeometryError: the tile size and stride cannot be used.
+    """
+    if config.vae_use_slicing:
+        vae.enable_slicing()
+    shared = parallel.vae_ranks > 1
+    if config.vae_use_tiling or (shared and config.vae_use_tiling is None):
+        size, stride = config.vae_tile_size, config.vae_tile_stride
+        for flag, extent in (("--vae-tile-size", size), ("--vae-tile-stride", stride)):
+            if extent and extent.frames:
+                raise UnsupportedError(f"{flag} {extent}: {type(vae).__name__} is not tiled in time; write HxW")
+        chosen = {
+            "tile_sample_min_height": size and size.height,
+            "tile_sample_min_width": size and size.width,
+            "tile_sample_stride_height": stride and stride.height,
+            "tile_sample_stride_width": stride and stride.width,
+        }
+        vae.enable_tiling(**{name: value for name, value in chosen.items() if value})
+        family = distributed_class(vae)
+        if family:
+            family.spec.check_tiling(vae)
+
+
+def distribute_vaes(
+    vaes: dict[str, Any], config: VaeConfig, parallel: DiffusionParallelConfig
+) -> list[ComponentReport]:
+    """Collective. Set up and share every autoencoder of ``vaes`` that can be shared.
+
+    Returns:
+        One report per autoencoder, in order.
+
+    Raises:
+        UnsupportedError: sharing was asked for and none of them can be.
+    """
+    reports = []
+    for path, vae in vaes.items():
+        kind = type(vae).__name__
+        family = distributed_class(vae)
+        set_up_vae(vae, config, parallel)
+        if parallel.vae_ranks == 1:
+            reports.append(ComponentReport(path, kind, False, "one VAE rank"))
+        elif family is None:
+            reports.append(ComponentReport(path, kind, False, f"no distributed class for {kind}"))
+        else:
+            distribute(vae, size=parallel.vae_ranks, mode=parallel.vae_parallel_mode)
+            detail = f"{parallel.vae_parallel_mode} on {parallel.vae_ranks} ranks"
+            reports.append(ComponentReport(path, kind, True, detail))
+    if parallel.vae_ranks > 1 and not any(map(distributed_class, vaes.values())):
+        why = "; ".join(f"{r.path}: {r.detail}" for r in reports) or "the pipeline has no autoencoder"
+        raise UnsupportedError(
+            f"--vae-patch-parallel-size {parallel.vae_patch_parallel_size} can do nothing here: {why}"
+        )
+    return reports

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a diffusers pipeline is served: what it can do, how a request maps to its arguments, where its VAEs are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigurationError, RequestError
+from .request import GenerationRequest, ModelCard, Task
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import EngineConfig
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a checkpoint.
+
+    Raises:
+        ConfigurationError: the file is missing or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}; is this a complete diffusers checkpoint?") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path} holds no JSON object; is this a complete diffusers checkpoint?")
+    return value
+
+
+class PipelineProfile(ABC):
+    """One family of pipelines, known by the class names in their ``model_index.json``.
+
+    `card`, `refusals` and `resolve` never import torch: the server calls them. `call` runs in a worker.
+
+    Class attributes:
+        pipeline_classes: Names of the diffusers classes that this profile serves.
+        denoisers: Components that the denoiser's parallelism applies to, where they are present.
+        text_encoders: Components whose weights ``use_hsdp`` shards too.
+        extra_params: Names that a request's ``extra_params`` may hold.
+    """
+
+    pipeline_classes: tuple[str, ...]
+    denoisers: tuple[str, ...] = ("transformer",)
+    text_encoders: tuple[str, ...] = ("text_encoder",)
+    extra_params: frozenset[str] = frozenset({"reference_fit"})
+
+    @abstractmethod
+    def card(self, folder: Path) -> ModelCard:
+        """Describe the checkpoint in ``folder`` from its JSON files."""
+
+    @abstractmethod
+    def refusals(self, folder: Path, config: EngineConfig) -> list[str]:
+        """Say why ``config`` cannot be run on this checkpoint; empty when it can."""
+
+    @abstractmethod
+    def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> torch.Tensor:
+        """Run a loaded diffusers pipeline on a resolved request.
+
+        Args:
+            pipeline: The pipeline of the checkpoint.
+            request: As `resolve` returned it.
+            arguments: Further arguments of the pipeline: its generator and step callback.
+
+        Returns:
+            Frames ``(T, C, H, W)`` in 0..1. On a rank that does not own decoded samples they have no meaning.
+        """
+
+    def resolve(
+        self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = {}
+    ) -> GenerationRequest:
+        """Return ``request`` with every open value filled in, or refuse it.
+
+        Args:
+            request: What was asked.
+            card: The model's description.
+            defaults: Values of the operator (``--default-sampling-params``) that go before the model's own.
+
+        Raises:
+            RequestError: a value that the model cannot make exactly, with the nearest that it can.
+        """
+        if request.task not in card.tasks:
+            wanted = "needs a reference image" if request.task is Task.TEXT_TO_VIDEO else "takes no reference image"
+            raise RequestError(
+                f"{card.pipeline_class} does {', '.join(sorted(card.tasks))}; it {wanted}",
+                param="input_reference",
+                code="unsupported_task",
+                status=400,
+            )
+        filled: dict[str, Any] = {}
+        for field in dataclasses.fields(request):
+            if getattr(request, field.name) is None:
+                value = defaults.get(field.name, getattr(card.defaults, field.name, None))
+                if value is not None:
+                    filled[field.name] = value
+        request = dataclasses.replace(request, **filled)
+        for name in ("width", "height"):
+            _check_multiple(name, getattr(request, name), card.spatial_multiple)
+        _check_frames(request.num_frames, card.temporal_ratio)
+        unknown = sorted(set(request.extra_params) - self.extra_params)
+        if unknown:
+            raise RequestError(
+                f"extra_params {', '.join(unknown)} mean nothing to this model; "
+                f"it knows {', '.join(sorted(self.extra_params))}",
+                param="extra_params",
+                code="unknown_parameter",
+            )
+        if card.experts < 2:
+            for name in ("guidance_scale_2", "boundary_ratio"):
+                if getattr(request, name) is not None:
+                    raise RequestError(
+                        f"{name} belongs to models with two experts; this one has one, so leave it out",
+                        param=name,
+                        code="unsupported_parameter",
+                        status=400,
+                    )
+        return request
+
+
+def _check_multiple(name: str, value: int | None, multiple: int) -> None:
+    assert value is not None
+    if value < multiple or value % multiple:
+        near = sorted({max(multiple, value // multiple * multiple), max(multiple, -(-value // multiple) * multiple)})
+        raise RequestError(
+            f"{name} {value} cannot be made exactly: this model makes multiples of {multiple} pixels; "
+            f"nearest: {' or '.join(map(str, near))}",
+            param=name,
+            code="unsupported_size",
+        )
+
+
+def _check_frames(frames: int | None, ratio: int) -> None:
+    assert frames is not None
+    if frames < 1 or (frames - 1) % ratio:
+        below = max(0, frames - 1) // ratio * ratio + 1
+        near = sorted({below, below + ratio})
+        raise RequestError(
+            f"num_frames {frames} cannot be made exactly: this model makes 1 + {ratio}k frames; "
+            f"nearest: {' or '.join(map(str, near))}",
+            param="num_frames",
+            code="unsupported_frames",
+        )

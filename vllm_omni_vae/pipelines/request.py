@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller asks of a pipeline and what comes back; free of torch, so that a server process stays small."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Frames = npt.NDArray[np.uint8]
+
+
+class Task(StrEnum):
+    """What a pipeline makes out of what."""
+
+    TEXT_TO_VIDEO = "text-to-video"
+    IMAGE_TO_VIDEO = "image-to-video"
+
+
+class Stage(StrEnum):
+    """The parts of a job that report progress, in their order."""
+
+    ENCODE = "encode"
+    DENOISE = "denoise"
+    DECODE = "decode"
+    EXPORT = "export"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One clip to make. None means "the model's default"; `PipelineProfile.resolve` fills these in.
+
+    Attributes:
+        prompt: What to show.
+        negative_prompt: What not to show.
+        images: Reference images, each ``(height, width, 3)`` uint8 RGB; the first is the first frame.
+        width, height: Pixels.
+        num_frames: Frames of the clip.
+        fps: Frames per second of the clip.
+        num_inference_steps: Denoising steps.
+        guidance_scale, guidance_scale_2: Classifier-free guidance, of the first and second expert.
+        boundary_ratio: Share of the schedule at which the second expert takes over.
+        flow_shift: Shift of the flow-matching schedule.
+        seed: Seed of every random draw.
+        extra_params: Further arguments that the pipeline's profile understands.
+    """
+
+    prompt: str
+    negative_prompt: str | None = None
+    images: tuple[Frames, ...] = ()
+    width: int | None = None
+    height: int | None = None
+    num_frames: int | None = None
+    fps: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    boundary_ratio: float | None = None
+    flow_shift: float | None = None
+    seed: int | None = None
+    extra_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def task(self) -> Task:
+        """The task this request belongs to, by whether it brings an image."""
+        return Task.IMAGE_TO_VIDEO if self.images else Task.TEXT_TO_VIDEO
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """A finished clip.
+
+    Attributes:
+        frames: ``(T, H, W, 3)`` uint8 RGB.
+        fps: Frames per second.
+        seed: The seed that was used; the same request with it gives the same frames.
+        stage_durations: Seconds per stage on the output rank (`Stage` values as keys).
+        decisions: The VAE strategies that ran, one JSON-ready mapping for each distinct decision.
+        peak_memory_mb: Peak memory per rank in MiB: of the accelerator, or of the process where there is none.
+    """
+
+    frames: Frames
+    fps: int
+    seed: int
+    stage_durations: Mapping[str, float]
+    decisions: tuple[Mapping[str, Any], ...]
+    peak_memory_mb: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """A model's own values for what a request leaves open."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    num_inference_steps: int
+    guidance_scale: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What can be known of a checkpoint from its JSON files alone.
+
+    Attributes:
+        pipeline_class: ``_class_name`` of ``model_index.json``.
+        tasks: What it can be asked for.
+        spatial_multiple: Width and height must be multiples of this many pixels.
+        temporal_ratio: Frames must be ``1 + k * temporal_ratio``.
+        defaults: Values for what a request leaves open.
+        experts: Denoisers that share the schedule (2: ``boundary_ratio`` and ``guidance_scale_2`` have a meaning).
+    """
+
+    pipeline_class: str
+    tasks: frozenset[Task]
+    spatial_multiple: int
+    temporal_ratio: int
+    defaults: SamplingDefaults
+    experts: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComponentReport:
+    """One line of the start-up table: what happened to one autoencoder.
+
+    Attributes:
+        path: Where it was found, e.g. ``vae`` or ``upsample_pipeline.vae``.
+        kind: Its diffusers class.
+        parallel: Whether its work is shared among ranks.
+        detail: The strategy and ranks, or why it is off.
+    """
+
+    path: str
+    kind: str
+    parallel: bool
+    detail: str
