@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of a rank process: ``python -m vllm_omni_vae.worker FD``, started by `WorkerGroup` alone."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from .. import envs
+
+
+def main() -> None:
+    """Serve over the inherited pipe. The parent's death ends this process; its terminal does not."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        parent_death_signal = 1
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    logging.basicConfig(level=envs.log_level(), stream=sys.stderr)
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    from .worker import run_rank
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    run_rank(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load what one rank needs: the whole pipeline on denoiser ranks, only the autoencoders on the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+
+from .. import checkpoint
+from ..autoencoders import FAMILIES
+from ..autoencoders.mixin import check_mode
+from ..config import EngineConfig
+from ..errors import UnsupportedError
+from ..pipelines.components import distribute_vaes, find_vaes
+from ..pipelines.profile import PipelineProfile, read_json
+from ..pipelines.request import ComponentReport
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What one rank holds.
+
+    Attributes:
+        profile: How the pipeline is called.
+        pipeline: The diffusers pipeline, or None on a rank that only has the autoencoders.
+        vaes: Autoencoders by path.
+        reports: What happened to each autoencoder.
+        device: Where the modules are.
+        dtype: Type of the denoiser, for the start-up table.
+    """
+
+    profile: PipelineProfile
+    pipeline: Any
+    vaes: dict[str, Any]
+    reports: tuple[ComponentReport, ...]
+    device: torch.device
+    dtype: str
+
+
+def rank_device(rank: int) -> torch.device:
+    """The accelerator of ``rank`` on this machine, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, rank % torch.accelerator.device_count())
+
+
+def load(config: EngineConfig, rank: int) -> LoadedModel:
+    """Collective over the world. Load this rank's part of the checkpoint and share its autoencoders.
+
+    Raises:
+        ConfigurationError: the checkpoint or the parallelism cannot be used as asked.
+    """
+    found = checkpoint.require(config.model, revision=config.revision, cache_dir=config.download_dir)
+    profile = found.profile()
+    _check_modes(found.folder, config)
+    device = rank_device(rank)
+    dtype = _dtypes(config, device)
+    source: dict[str, Any] = {"revision": config.revision, "cache_dir": config.download_dir}
+    mesh = _mesh(config, device)
+    if rank < config.parallel.dit_world_size:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(
+            config.model, dtype=dtype, trust_remote_code=config.trust_remote_code, **source
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        _parallelize(pipeline, profile, config, device, mesh)
+        vaes = find_vaes(pipeline)
+    else:
+        pipeline, vaes = None, {}
+        for name, kind in _vae_entries(found.folder).items():
+            vae = kind.from_pretrained(config.model, subfolder=name, dtype=_vae_dtype(dtype), **source)
+            vaes[name] = vae.to(device)
+    for vae in vaes.values():
+        vae.eval()
+    reports = distribute_vaes(vaes, config.vae, config.parallel)
+    shown = dtype.get("default", torch.float32) if isinstance(dtype, dict) else dtype
+    return LoadedModel(profile, pipeline, vaes, tuple(reports), device, str(shown).removeprefix("torch."))
+
+
+def _check_modes(folder: Path, config: EngineConfig) -> None:
+    """Refuse a mode before any weight is read."""
+    kinds = _vae_entries(folder).values()
+    for family in FAMILIES:
+        if config.parallel.vae_ranks > 1 and family.spec.base_class in kinds:
+            check_mode(family.spec, config.parallel.vae_parallel_mode)
+
+
+def _vae_entries(folder: Path) -> dict[str, Any]:
+    """Components of ``model_index.json`` whose class is a known autoencoder, with that class."""
+    by_name = {family.spec.base_class.__name__: family.spec.base_class for family in FAMILIES}
+    entries = read_json(folder / checkpoint.INDEX).items()
+    return {name: by_name[entry[1]] for name, entry in entries if isinstance(entry, list) and entry[-1] in by_name}
+
+
+def _dtypes(config: EngineConfig, device: torch.device) -> torch.dtype | dict[str, torch.dtype]:
+    """``auto``: float32 on the CPU; elsewhere bfloat16, and float32 for the VAE as diffusers advises for Wan."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    return torch.float32 if device.type == "cpu" else {"vae": torch.float32, "default": torch.bfloat16}
+
+
+def _vae_dtype(dtype: torch.dtype | dict[str, torch.dtype]) -> torch.dtype:
+    return dtype["vae"] if isinstance(dtype, dict) else dtype
+
+
+def _mesh(config: EngineConfig, device: torch.device) -> Any:
+    """Collective over the world, followers included. The mesh of the denoiser ranks, if they need one."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    parallel = config.parallel
+    ranks = torch.arange(parallel.dit_world_size)
+    if len(ranks) == 1:
+        return None
+    if parallel.use_hsdp:
+        return DeviceMesh(device.type, ranks.view(parallel.hsdp_mesh), mesh_dim_names=("replicate", "shard"))
+    shape = (parallel.ring_degree, parallel.ulysses_degree)
+    mesh = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=("ring", "ulysses"))
+    mesh["ring", "ulysses"]._flatten()  # diffusers does so too, but only on denoiser ranks, and it makes groups
+    return mesh
+
+
+def _parallelize(
+    pipeline: Any, profile: PipelineProfile, config: EngineConfig, device: torch.device, mesh: Any
+) -> None:
+    """Collective over the denoiser ranks. Apply diffusers' context parallelism or torch FSDP2; place the modules."""
+    denoisers = _present(pipeline, profile.denoisers)
+    if mesh is not None and config.parallel.use_hsdp:
+        _shard_weights([*denoisers, *_present(pipeline, profile.text_encoders)], mesh)
+    pipeline.to(device)
+    if mesh is not None and not config.parallel.use_hsdp:
+        _share_sequence(denoisers, device, config.parallel.ulysses_degree, config.parallel.ring_degree, mesh)
+
+
+def _present(pipeline: Any, names: tuple[str, ...]) -> list[Any]:
+    return [part for name in names if (part := getattr(pipeline, name, None)) is not None]
+
+
+def _shard_weights(modules: list[Any], mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for module in modules:
+        names = set(module._no_split_modules or ())
+        for block in module.modules():
+            if type(block).__name__ in names:
+                fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+
+
+def _share_sequence(modules: list[Any], device: torch.device, ulysses: int, ring: int, mesh: Any) -> None:
+    if ring > 1 and device.type == "cpu":
+        raise UnsupportedError("--ring-degree: the CPU's attention does not return what ring attention needs")
+    heads = {int(module.config.num_attention_heads) for module in modules}
+    if any(count % ulysses for count in heads):
+        raise UnsupportedError(f"--ulysses-degree {ulysses}: the denoiser's {sorted(heads)} heads do not divide by it")
+    for module in modules:
+        config = diffusers.ContextParallelConfig(
+            ring_degree=ring, ulysses_degree=ulysses, ulysses_anything=ring == 1, ring_anything=ulysses == 1, mesh=mesh
+        )
+        with _at_least_one_device():
+            module.enable_parallelism(config=config)
+
+
+@contextlib.contextmanager
+def _at_least_one_device() -> Iterator[None]:
+    """Diffusers 0.42 divides by the number of accelerators, which is 0 on the CPU."""
+    count = torch.accelerator.device_count
+    torch.accelerator.device_count = lambda: max(1, count())
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = count
+
+
+def denoiser_group(config: EngineConfig) -> dist.ProcessGroup:
+    """Collective over the world. The group of the ranks that run the denoiser."""
+    group: dist.ProcessGroup = dist.new_group(list(range(config.parallel.dit_world_size)))
+    return group

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring ranks that only hold the autoencoder to the leader's encode and decode calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..autoencoders import Operation
+from ..distributed import Communicator
+from ..errors import VaeParallelError
+
+logger = logging.getLogger(__name__)
+
+_END = 0
+_OPERATIONS = tuple(Operation)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HEADER = 12
+
+
+class LeaderRendezvous:
+    """On the ranks that run the pipeline: says what comes, and makes all inputs the leader's.
+
+    Before a collective decode the latents of world rank 0 go to every rank, so that ranks cannot disagree about them.
+    Pixels are computed alike on every denoiser rank and only travel when there are followers.
+
+    Args:
+        name: Which autoencoder this is: its place among the pipeline's.
+        domain: All ranks that call the autoencoder; rank 0 leads.
+        control: The leader and the followers, or None on other ranks and where there are no followers.
+        followers: Whether any rank only holds the autoencoder.
+    """
+
+    def __init__(self, name: int, domain: Communicator, control: Communicator | None, followers: bool):
+        self._name = name
+        self._domain = domain
+        self._control = control
+        self._followers = followers
+
+    def announce(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
+        """Collective. Tell the followers what comes, and return the leader's ``x`` on every rank."""
+        if self._control is not None and self._control.rank == 0:
+            shape = list(x.shape)
+            code = [1 + _OPERATIONS.index(operation), self._name, _DTYPES.index(x.dtype), len(shape), *shape]
+            self._control.broadcast(_header(code), 0)
+        if self._followers or operation is Operation.DECODE:
+            x = x.contiguous() if self._domain.rank == 0 else torch.empty_like(x, memory_format=torch.contiguous_format)
+            self._domain.broadcast(x, 0)
+        return x
+
+
+def dismiss(control: Communicator | None) -> None:
+    """Collective with `follow`, on the leader: the job is over."""
+    if control is not None:
+        control.broadcast(_header([_END]), 0)
+
+
+@torch.no_grad()
+def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device) -> None:
+    """Collective, on a rank that only holds autoencoders: take part in every call of one job until it is over.
+
+    A call that fails on all ranks alike leaves this rank waiting for the next one.
+    """
+    by_place = list(vaes.values())
+    while True:
+        header = _header([])
+        control.broadcast(header, 0)
+        code, name, dtype, dims, *sizes = header.tolist()
+        if code == _END:
+            return
+        vae = by_place[name]
+        x = torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device)
+        vae.parallel_state.groups.domain.broadcast(x, 0)
+        run = vae.tiled_encode if _OPERATIONS[code - 1] is Operation.ENCODE else vae.tiled_decode
+        try:
+            run(x)
+        except VaeParallelError as error:
+            logger.debug("left a call with every other rank: %s", error)
+            vae.spec.reset(vae)
+
+
+def _header(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64)

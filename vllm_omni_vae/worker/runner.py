@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one job on a rank that holds the pipeline."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..distributed import Communicator, agree
+from ..errors import Cancelled
+from ..pipelines.request import GenerationRequest, GenerationResult, Stage
+from .loader import LoadedModel
+from .watch import StageClock, VaeWatch
+
+logger = logging.getLogger(__name__)
+
+
+class InvalidOutput(Exception):
+    """The pipeline ended without an error, but what it made is no video."""
+
+
+def run_job(
+    model: LoadedModel,
+    request: GenerationRequest,
+    denoisers: Communicator | None,
+    cancelled: Callable[[], bool],
+    report: Callable[[Stage, int, int], None],
+    is_output: bool,
+) -> GenerationResult | None:
+    """Collective over the denoiser ranks. Make one clip.
+
+    Args:
+        model: What is loaded.
+        request: Resolved request, the same on every rank.
+        denoisers: The denoiser ranks, or None when there is one.
+        cancelled: Whether this rank was told to stop; asked after every step and between tiles.
+        report: Told of progress.
+        is_output: Whether this rank owns the decoded clip.
+
+    Returns:
+        The clip on the output rank, else None.
+
+    Raises:
+        Cancelled: on every denoiser rank in the same step.
+        InvalidOutput: the clip has the wrong number of frames, or values that are not finite.
+    """
+    assert request.seed is not None and request.num_frames is not None and request.num_inference_steps is not None
+    assert request.fps is not None
+    clock = StageClock()
+
+    def check() -> None:
+        if cancelled():
+            raise Cancelled("the job was cancelled")
+
+    def check_alone() -> None:
+        if denoisers is None:
+            check()
+
+    def on_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        report(Stage.DENOISE, step + 1, pipeline.num_timesteps)
+        if denoisers is None:
+            check()
+        else:
+            agree(denoisers, Cancelled("the job was cancelled") if cancelled() else None)
+        return tensors
+
+    watch = VaeWatch(list(model.vaes.values()), clock, report, check, check_alone)
+    torch.manual_seed(request.seed)
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    clock.enter(Stage.DENOISE)
+    try:
+        with torch.no_grad(), watch.watching():
+            frames = model.profile.call(model.pipeline, request, generator=generator, callback_on_step_end=on_step)
+            result = _to_uint8(frames, request.num_frames) if is_output else None
+    finally:
+        clock.enter(None)
+        model.pipeline.maybe_free_model_hooks()
+    if result is None:
+        return None
+    return GenerationResult(
+        frames=result,
+        fps=request.fps,
+        seed=request.seed,
+        stage_durations=clock.seconds,
+        decisions=tuple(decision.to_json() for decision in watch.decisions),
+        peak_memory_mb=(),
+    )
+
+
+def _to_uint8(frames: torch.Tensor, expected: int) -> Any:
+    if frames.shape[0] != expected:
+        raise InvalidOutput(f"the model made {frames.shape[0]} frames instead of {expected}")
+    if not bool(torch.isfinite(frames).all()):
+        raise InvalidOutput("the model made values that are not finite; with float16 try bfloat16 or float32")
+    return (frames.float() * 255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new measurement of `peak_memory_mb` where the device keeps one."""
+    if device.type != "cpu":
+        torch.accelerator.memory.reset_peak_memory_stats(device)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak memory in MiB: of the accelerator since the reset, or of the whole process on the CPU."""
+    if device.type != "cpu":
+        return float(torch.accelerator.memory.max_memory_allocated(device)) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

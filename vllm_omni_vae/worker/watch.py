@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch a pipeline's autoencoders during one job: stages, seconds, progress, decisions, and chances to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..autoencoders import Decision, Operation, distributed_class, select_strategy
+from ..config import VaeParallelMode
+from ..pipelines.request import Stage
+
+_STAGES = {Operation.ENCODE: Stage.ENCODE, Operation.DECODE: Stage.DECODE}
+
+Report = Callable[[Stage, int, int], None]
+
+
+class StageClock:
+    """Seconds per stage; a moment belongs to the stage entered last."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stage: Stage | None = None
+        self._since = time.perf_counter()
+
+    def enter(self, stage: Stage | None) -> Stage | None:
+        """Begin ``stage`` (None: no stage) and return the one before."""
+        now = time.perf_counter()
+        if self._stage is not None:
+            self.seconds[self._stage.value] = self.seconds.get(self._stage.value, 0.0) + now - self._since
+        before, self._stage, self._since = self._stage, stage, now
+        return before
+
+
+class VaeWatch:
+    """Hooks for one job. They come off again when `watching` is left.
+
+    Args:
+        vaes: The pipeline's autoencoders.
+        clock: Told when an encode or decode begins and ends.
+        report: Told of progress: tiles of this rank where the work is shared, else calls of the network.
+        check: Called between tiles of a shared call, where all ranks stop together; it may raise `Cancelled`.
+        check_alone: The same between calls of the network that no other rank waits for.
+    """
+
+    def __init__(
+        self,
+        vaes: list[Any],
+        clock: StageClock,
+        report: Report,
+        check: Callable[[], None],
+        check_alone: Callable[[], None],
+    ):
+        self._vaes = vaes
+        self._clock = clock
+        self._report = report
+        self._check = check
+        self._check_alone = check_alone
+        self.decisions: list[Decision] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hold the hooks on every autoencoder."""
+        with contextlib.ExitStack() as stack:
+            for vae in self._vaes:
+                for operation in Operation:
+                    stack.enter_context(self._timed(vae, operation))
+                if distributed_class(vae):
+                    stack.enter_context(self._counted(vae))
+            yield
+
+    def _note(self, decision: Decision) -> None:
+        if decision not in self.decisions:
+            self.decisions.append(decision)
+
+    @contextlib.contextmanager
+    def _timed(self, vae: Any, operation: Operation) -> Iterator[None]:
+        """Shadow the method on the instance, so that the time of the call counts as its stage."""
+        method = getattr(vae, operation.value)
+
+        def timed(x: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._clock.enter(_STAGES[operation])
+            try:
+                self._begin(vae, operation, tuple(x.shape))
+                return method(x, *args, **kwargs)
+            finally:
+                self._clock.enter(before)
+
+        setattr(vae, operation.value, timed)
+        try:
+            yield
+        finally:
+            delattr(vae, operation.value)
+
+    def _begin(self, vae: Any, operation: Operation, shape: tuple[int, ...]) -> None:
+        self._stage, self._calls, self._shared = _STAGES[operation], 0, False
+        family = distributed_class(vae)
+        if family is None:
+            self._total = 1
+            return
+        spec = family.spec
+        spec.check(vae, operation, shape)
+        seen = spec.seen_extents(vae, operation, shape)
+        grid = spec.grid(vae, operation, seen) if spec.is_tiled(vae, operation, shape) else None
+        state = getattr(vae, "parallel_state", None)
+        self._shared = state is not None and grid is not None
+        self._total = spec.network_calls(vae, operation, seen) * (len(grid) if grid else 1)
+        if state is None:
+            self._note(select_strategy(operation, VaeParallelMode.TILE, grid, 1))
+        self._report(self._stage, 0, self._total)
+
+    @contextlib.contextmanager
+    def _counted(self, vae: Any) -> Iterator[None]:
+        state = getattr(vae, "parallel_state", None)
+        handles = [
+            network.register_forward_pre_hook(lambda *_: self._before_call()) for network in (vae.encoder, vae.decoder)
+        ]
+        if state is not None:
+            state.on_decision = self._note
+            state.executor.observer = self._on_tile
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            if state is not None:
+                state.on_decision = state.executor.observer = None
+
+    def _before_call(self) -> None:
+        if self._shared:
+            return
+        self._check_alone()
+        self._report(self._stage, self._calls, self._total)
+        self._calls += 1
+
+    def _on_tile(self, done: int, total: int) -> None:
+        self._check()
+        self._report(self._stage, done, max(1, total))

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank: loads its part of the model, then runs one job after another until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed import Communicator, TorchCommunicator
+from ..errors import Cancelled, ConfigurationError, DisagreementError, RankError
+from ..pipelines.request import GenerationResult, Stage
+from . import loader, runner
+from .messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, Setup, StageProgress, Stop, ToRank
+from .rendezvous import LeaderRendezvous, dismiss, follow
+
+logger = logging.getLogger(__name__)
+
+
+class RankWorker:
+    """The life of one rank process.
+
+    Args:
+        connection: The private pipe to the engine.
+        setup: Who this rank is and what to load.
+    """
+
+    def __init__(self, connection: Connection, setup: Setup):
+        self._pipe = connection
+        self._setup = setup
+        self._inbox: deque[ToRank] = deque()
+        self._denoisers: Communicator | None = None
+        self._control: Communicator | None = None
+
+    def serve(self) -> None:
+        """Load, report, and take jobs until `Stop` or until the engine is gone."""
+        try:
+            model = self._load()
+        except Exception as error:
+            refused = isinstance(error, ConfigurationError)
+            logger.error("cannot load the model: %s", error, exc_info=not refused)
+            self._send(LoadFailed(str(error) if refused else f"{type(error).__name__}: {error}", refused))
+            return
+        self._send(Ready(model.reports, str(model.device), model.dtype))
+        while True:
+            message = self._next()
+            if isinstance(message, Stop):
+                return
+            if isinstance(message, Run):
+                self._send(self._finish(model, message))
+
+    def _load(self) -> loader.LoadedModel:
+        setup = self._setup
+        device = loader.rank_device(setup.rank)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+        if setup.world_size > 1:
+            dist.init_process_group(
+                "cpu:gloo" if device.type == "cpu" else None,
+                init_method=setup.init_method,
+                rank=setup.rank,
+                world_size=setup.world_size,
+                timeout=timedelta(seconds=setup.config.worker_timeout),
+            )
+        model = loader.load(setup.config, setup.rank)
+        if setup.world_size > 1:
+            self._join_groups(model)
+        return model
+
+    def _join_groups(self, model: loader.LoadedModel) -> None:
+        """Collective over the world."""
+        dit = self._setup.config.parallel.dit_world_size
+        world, rank = self._setup.world_size, self._setup.rank
+        denoisers = dist.new_group(list(range(dit)), backend="gloo")
+        if rank < dit and dit > 1:
+            self._denoisers = TorchCommunicator(denoisers)
+        led = [0, *range(dit, world)]
+        control = dist.new_group(led, backend="gloo")
+        if rank in led and len(led) > 1:
+            self._control = TorchCommunicator(control)
+        for place, vae in enumerate(model.vaes.values()):
+            state = getattr(vae, "parallel_state", None)
+            if state is not None and rank < dit:
+                state.rendezvous = LeaderRendezvous(place, state.groups.domain, self._control, len(led) > 1)
+
+    def _finish(self, model: loader.LoadedModel, run: Run) -> Finished:
+        """Run one job to its end; whatever happens, this rank is ready for the next message afterwards."""
+        failure: Failure | None = None
+        message = ""
+        result: GenerationResult | None = None
+        runner.reset_peak_memory(model.device)
+        try:
+            result = self._run(model, run)
+        except Cancelled as error:
+            failure, message = Failure.CANCELLED, str(error)
+        except runner.InvalidOutput as error:
+            failure, message = Failure.INVALID_OUTPUT, str(error)
+        except (RankError, DisagreementError) as error:
+            logger.error("job %s: %s", run.job_id, error, exc_info=error.__cause__)
+            failure, message = Failure.RANK_FAILED, str(error)
+        except Exception as error:
+            logger.exception("job %s failed", run.job_id)
+            failure, message = Failure.UNEXPECTED, f"{type(error).__name__}: {error}"
+        return Finished(run.job_id, failure, message, result, runner.peak_memory_mb(model.device))
+
+    def _run(self, model: loader.LoadedModel, run: Run) -> GenerationResult | None:
+        if model.pipeline is None:
+            if self._control is not None:
+                follow(model.vaes, self._control, model.device)
+            return None
+        try:
+            return runner.run_job(
+                model,
+                run.request,
+                self._denoisers,
+                lambda: self._cancelled(run.job_id),
+                lambda stage, done, total: self._progress(run.job_id, stage, done, total),
+                is_output=self._setup.rank == 0,
+            )
+        finally:
+            if self._setup.rank == 0:
+                dismiss(self._control)
+
+    def _progress(self, job_id: str, stage: Stage, done: int, total: int) -> None:
+        if self._setup.rank == 0:
+            self._send(StageProgress(job_id, stage, done, total))
+
+    def _cancelled(self, job_id: str) -> bool:
+        while self._pipe.poll(0):
+            self._inbox.append(self._pipe.recv())
+        return any(isinstance(m, Stop) or (isinstance(m, Cancel) and m.job_id == job_id) for m in self._inbox)
+
+    def _next(self) -> ToRank:
+        return self._inbox.popleft() if self._inbox else self._pipe.recv()
+
+    def _send(self, message: FromRank) -> None:
+        self._pipe.send(message)
+
+
+def run_rank(connection: Any) -> None:
+    """Serve one rank over ``connection``; returns when the engine says so or is gone."""
+    try:
+        setup = connection.recv()
+        logging.getLogger().handlers[0].setFormatter(
+            logging.Formatter(f"%(levelname)s %(asctime)s [rank {setup.rank}] %(name)s: %(message)s")
+        )
+        RankWorker(connection, setup).serve()
+    except (EOFError, ConnectionError):
+        logger.warning("the engine is gone; leaving")
+    finally:
+        connection.close()
+        logging.shutdown()
+        os._exit(0)
