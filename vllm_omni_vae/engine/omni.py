@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offline way in: the same engine and ranks as the server's, without HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..config import DiffusionParallelConfig, EngineConfig
+from ..config.flags import pick
+from ..config.vae import VaeConfig
+from ..errors import ConfigurationError
+from ..pipelines.request import Frames, GenerationRequest, GenerationResult
+from .engine import Engine
+
+
+class Omni:
+    """A model on its ranks, ready to generate. Ends them with `close` or at the end of a ``with`` block.
+
+    >>> with Omni(model="ckpt", parallel_config=DiffusionParallelConfig(vae_patch_parallel_size=2)) as omni:
+    ...     clip = omni.generate("a boat on a calm lake", width=96, height=96, num_frames=9)  # doctest: +SKIP
+
+    Call it from under ``if __name__ == "__main__"`` is not needed: ranks do not import the caller's module.
+
+    Args:
+        model: Folder or hub name of a diffusers checkpoint.
+        parallel_config: How ranks divide the work.
+        settings: Any field of `EngineConfig` or `VaeConfig`, e.g. ``vae_use_tiling=True`` or ``dtype="bfloat16"``.
+
+    Raises:
+        ConfigurationError: an unknown setting, or something that this model cannot do.
+        EngineError: the ranks did not start.
+    """
+
+    def __init__(self, model: str, parallel_config: DiffusionParallelConfig | None = None, **settings: Any):
+        known = {field.name for config in (EngineConfig, VaeConfig) for field in dataclasses.fields(config)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigurationError(f"Omni has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        self._engine = Engine(
+            pick(
+                EngineConfig,
+                settings,
+                model=model,
+                parallel=parallel_config or DiffusionParallelConfig(),
+                vae=pick(VaeConfig, settings),
+            )
+        )
+        self._made = 0
+        self._engine.start()
+
+    def generate(
+        self, prompt: str, *, image: Any = None, images: Sequence[Any] = (), **fields: Any
+    ) -> GenerationResult:
+        """Make one clip and wait for it.
+
+        Args:
+            prompt: What to show.
+            image: Reference picture: a PIL image or ``(H, W, 3)`` uint8 pixels, of the clip's size.
+            images: Several reference pictures, where the model takes more than one.
+            fields: Any other field of `GenerationRequest`, e.g. ``width``, ``num_frames``, ``seed``.
+
+        Returns:
+            Frames, seed, seconds per stage and the VAE's decisions.
+
+        Raises:
+            RequestError: the model cannot make it exactly.
+            EngineError: a rank failed; the next call works again.
+        """
+        pictures = tuple(_pixels(picture) for picture in ([image] if image is not None else images))
+        request = self._engine.resolve(GenerationRequest(prompt=prompt, images=pictures, **fields))
+        self._made += 1
+        return self._engine.submit(request, job_id=f"offline-{self._made}").future.result()
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        self._engine.close()
+
+    def __enter__(self) -> Omni:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pixels(picture: Any) -> Frames:
+    pixels = np.asarray(picture.convert("RGB") if hasattr(picture, "convert") else picture)
+    if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+        raise ConfigurationError(f"a picture must be (H, W, 3) uint8 pixels, not {pixels.shape} {pixels.dtype}")
+    return pixels
