@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.server.serve_scripted JSON``: `vllm_omni_vae.server.app.run` with a `ScriptedEngine`, as a process.
+
+JSON has fields of `ServerConfig`, and ``hold`` (jobs wait for SIGUSR1), ``grace`` (seconds after SIGTERM) and ``fault``
+(the engine does not start, for that reason). On SIGUSR2 the engine gives up. What happens to it is told on stdout.
+"""
+
+import json
+import signal
+import sys
+
+from vllm_omni_vae.cli.exit import exit_on_error
+from vllm_omni_vae.config import EngineConfig, ServerConfig
+from vllm_omni_vae.errors import EngineError
+from vllm_omni_vae.server import app
+
+from .scripted_engine import ScriptedEngine
+
+
+def main(settings: dict) -> None:
+    hold, fault = settings.pop("hold", False), settings.pop("fault", None)
+    app.SHUTDOWN_GRACE_S = settings.pop("grace", 10.0)
+
+    class Told(ScriptedEngine):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            if hold:
+                self.may_finish.clear()
+            self.start_fault = EngineError(fault) if fault else None
+            signal.signal(signal.SIGUSR1, lambda signum, frame: self.may_finish.set())
+            signal.signal(signal.SIGUSR2, lambda signum, frame: self.give_up(EngineError("rank 1 died again")))
+
+        def start(self) -> None:
+            print("engine starts", flush=True)
+            super().start()
+
+        def close(self) -> None:
+            if not self.closed:
+                print("engine closes", flush=True)
+            super().close()
+
+    app.Engine = Told  # type: ignore[assignment, misc]
+    with exit_on_error():
+        app.run(EngineConfig(model="scripted"), ServerConfig(**settings))
+    print("left", flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server as a process: what it takes before it loads the model, what it says, and how it ends."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.e2e
+
+
+class Server:
+    """A `serve_scripted` process; `output` has its lines so far."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.serve_scripted", json.dumps(settings)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.output: list[str] = []
+        self._news = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self.output.append(line.rstrip())
+                self._news.notify_all()
+
+    def says(self, text: str) -> bool:
+        """Wait for a line that contains ``text``."""
+        with self._news:
+            return self._news.wait_for(lambda: any(text in line for line in self.output), 20)
+
+    def ends(self) -> int:
+        """Wait for the end and return the exit code."""
+        return self.process.wait(20)
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[Server] = []
+
+    def begin(**settings: Any) -> Server:
+        servers.append(Server(**settings))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.process.kill()
+        server.process.wait(10)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+@contextlib.contextmanager
+def ready(port: int) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        while client.get("/health").status_code != 200:
+            pass
+        yield client
+
+
+def test_start_and_end(start: Start, port: int, tmp_path: Path) -> None:
+    server = start(host="127.0.0.1", port=port)
+    assert server.says(f"listening on http://127.0.0.1:{port}") and server.says("ScriptedPipeline on 2 rank(s), cpu")
+    with ready(port) as client:
+        assert client.get("/v1/models").json()["data"][0]["id"] == "scripted"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ends() == 0
+    assert server.says("engine closes")
+    table = server.output.index("ScriptedPipeline on 2 rank(s), cpu, float32")
+    assert server.output[table + 3].split() == ["vae", "AutoencoderKLWan", "on", "tile", "on", "2", "ranks"]
+    assert sum("ScriptedPipeline" in line for line in server.output) == 1
+
+
+def test_after_sigterm_the_running_job_finishes_and_no_other_is_taken(start: Start, port: int, tmp_path: Path) -> None:
+    server = start(host="127.0.0.1", port=port, hold=True, media_storage_path=str(tmp_path))
+    assert server.says("ScriptedPipeline")
+    with ready(port) as client:
+        running, waiting = (client.post("/v1/videos", json={"prompt": "a cat"}).json()["id"] for _ in range(2))
+        while client.get(f"/v1/videos/{running}").json()["status"] != "in_progress":
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        while client.get("/health").status_code == 200:
+            pass
+        refused = client.post("/v1/videos", json={"prompt": "a cat"})
+        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        job = client.get(f"/v1/videos/{waiting}").json()
+        assert (job["status"], job["error"]["code"]) == ("failed", "server_shutdown")
+        assert client.get(f"/v1/videos/{running}").json()["status"] == "in_progress"
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.ends() == 0
+    assert {path.name for path in (tmp_path / running).iterdir()} == {"video.mp4", "thumbnail.webp", "spritesheet.jpg"}
+
+
+def test_after_the_grace_period_the_running_job_fails(start: Start, port: int, tmp_path: Path) -> None:
+    server = start(host="127.0.0.1", port=port, hold=True, grace=0.2, media_storage_path=str(tmp_path))
+    assert server.says("ScriptedPipeline")
+    with ready(port) as client:
+        answers: list[httpx.Response] = []
+
+        def sync() -> None:
+            answers.append(httpx.post(f"{client.base_url}/v1/videos/sync", json={"prompt": "a cat"}, timeout=20))
+
+        thread = threading.Thread(target=sync)
+        thread.start()
+        while not [job for job in client.get("/v1/videos").json()["data"] if job["status"] == "in_progress"]:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        thread.join(10)
+        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "server_shutdown"
+        assert server.ends() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_ctrl_c_ends_the_wait(start: Start, port: int) -> None:
+    server = start(host="127.0.0.1", port=port, hold=True, grace=60)
+    assert server.says("ScriptedPipeline")
+    with ready(port) as client:
+        identity = client.post("/v1/videos", json={"prompt": "a cat"}).json()["id"]
+        while client.get(f"/v1/videos/{identity}").json()["status"] != "in_progress":
+            pass
+        server.process.send_signal(signal.SIGINT)
+        while client.get("/health").status_code == 200:
+            pass
+        server.process.send_signal(signal.SIGINT)
+        assert server.ends() == 0
+    assert server.says("engine closes")
+
+
+def test_sigterm_while_the_model_is_loaded(start: Start, port: int) -> None:
+    server = start(host="127.0.0.1", port=port)
+    assert server.says("engine starts")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ends() == 0
+
+
+def test_an_address_that_is_taken_is_found_before_the_model_is_loaded(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        server = start(host="127.0.0.1", port=port)
+        assert server.ends() == 2
+        assert server.says(f"error: cannot listen on host 127.0.0.1, port {port}:")
+    assert "engine starts" not in server.output
+
+
+def test_a_certificate_that_is_not_there(start: Start, port: int, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    server = start(host="127.0.0.1", port=port, ssl_keyfile=missing, ssl_certfile=missing)
+    assert server.ends() == 2
+    assert server.says("error: cannot use the TLS files")
+    assert "engine starts" not in server.output
+
+
+def test_an_engine_that_cannot_start_ends_the_process(start: Start, port: int) -> None:
+    server = start(host="127.0.0.1", port=port, fault="rank 0 has no memory")
+    assert server.ends() == 1
+    assert server.says("error: rank 0 has no memory")
+    assert "left" not in server.output
+
+
+def test_an_engine_that_gives_up_ends_the_process(start: Start, port: int) -> None:
+    server = start(host="127.0.0.1", port=port)
+    assert server.says("ScriptedPipeline")
+    with ready(port):
+        server.process.send_signal(signal.SIGUSR2)
+        assert server.ends() == 1
+    assert server.says("error: rank 1 died again")
+
+
+def test_a_unix_socket(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stale:
+        stale.bind(str(path))
+    server = start(uds=str(path))
+    assert server.says(f"listening on unix:{path}")
+    transport = httpx.HTTPTransport(uds=str(path))
+    with httpx.Client(transport=transport, base_url="http://server") as client:
+        assert client.get("/version").status_code == 200
+        second = start(uds=str(path))
+        assert second.ends() == 2 and second.says("error: cannot listen on")
+        assert client.get("/version").status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ends() == 0
+    assert not path.exists()

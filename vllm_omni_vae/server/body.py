@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request bodies as one nested mapping, whether they came as multipart, as a plain form or as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+
+from ..errors import RequestError
+
+MAX_FILES = 16
+MAX_FIELDS = 256
+_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+_BRACKETS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]*\])+)")
+_TEXT_FIELDS = frozenset({"prompt", "negative_prompt"})
+
+
+async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:
+    """Return the fields of a request's body.
+
+    In a form, ``a[b]=1`` is the field ``a`` with the mapping ``{"b": 1}`` and ``a[]=x`` a list; a file is its bytes; an
+    empty text means that the field was not given, except for prompts. Text inside brackets that reads as a JSON number,
+    true, false or null is that value.
+
+    Args:
+        request: A request whose body is a form or a JSON object.
+        max_bytes: Most bytes of one part.
+
+    Raises:
+        RequestError: 400 for a malformed body or too many parts, 415 for another Content-Type.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type in _FORMS:
+        return await _read_form(request, max_bytes)
+    if content_type == "application/json" or content_type.endswith("+json"):
+        return await asyncio.to_thread(_parse_json, await request.body())
+    raise RequestError(
+        f"the Content-Type is {content_type or 'missing'}; send multipart/form-data or application/json",
+        code="unsupported_media_type",
+        status=415,
+    )
+
+
+def _parse_json(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}", code="invalid_json", status=400) from None
+    if not isinstance(value, dict):
+        raise RequestError("the body is JSON but no object; send {...}", code="invalid_json", status=400)
+    return {name: field for name, field in value.items() if field is not None}
+
+
+async def _read_form(request: Request, max_bytes: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=max_bytes) as form:
+        for name, value in form.multi_items():
+            content = await value.read() if isinstance(value, UploadFile) else value
+            if content == "" and name not in _TEXT_FIELDS:
+                continue
+            _put(fields, name, content)
+    return fields
+
+
+def _put(fields: dict[str, Any], name: str, value: bytes | str) -> None:
+    match = _BRACKETS.fullmatch(name)
+    if match is None:
+        _put_leaf(fields, name, value, name)
+        return
+    keys = [match[1], *re.findall(r"\[([^\[\]]*)\]", match[2])]
+    is_list = keys[-1] == ""
+    if is_list:
+        keys.pop()
+    leaf = _literal(value) if isinstance(value, str) else value
+    target: Any = fields
+    for key in keys[:-1]:
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise _clash(name)
+    if is_list:
+        items = target.setdefault(keys[-1], [])
+        if not isinstance(items, list):
+            raise _clash(name)
+        items.append(leaf)
+    else:
+        _put_leaf(target, keys[-1], leaf, name)
+
+
+def _put_leaf(target: dict[str, Any], key: str, value: Any, name: str) -> None:
+    if key in target:
+        raise _clash(name)
+    target[key] = value
+
+
+def _clash(name: str) -> RequestError:
+    return RequestError(
+        f"the field {name} was sent more than once",
+        param=name.partition("[")[0],
+        code="duplicate_parameter",
+        status=400,
+    )
+
+
+def _literal(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, (dict, list, str)) else value

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small routes: which model answers, whether it is well, which version this is."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from .. import __version__
+from .errors import error_response
+from .lifecycle import LOADING, EngineLifecycle
+
+OWNER = "vllm-omni-vae"
+
+
+def model_routes(lifecycle: EngineLifecycle, names: tuple[str, ...]) -> APIRouter:
+    """Return ``/v1/models``, ``/health``, ``/ping`` and ``/version``.
+
+    ``/health`` and ``/ping`` answer 200 when jobs are taken, else 503 with the reason as the error's message
+    (``loading`` while the model is being loaded).
+
+    Args:
+        lifecycle: Knows how the engine is.
+        names: Names under which the model answers.
+    """
+    router = APIRouter(tags=["server"])
+    created = int(time.time())
+
+    async def list_models() -> Response:
+        """Return the names under which the model answers."""
+        data = [{"id": name, "object": "model", "created": created, "owned_by": OWNER} for name in names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health() -> Response:
+        """Say whether jobs are taken and finished."""
+        state = lifecycle.health()
+        if state.healthy:
+            return JSONResponse({"status": "healthy"})
+        return error_response(503, state.reason, code="loading" if state.reason == LOADING else "unhealthy")
+
+    async def version() -> Response:
+        """Return this package's version."""
+        return JSONResponse({"version": __version__})
+
+    router.add_api_route("/v1/models", list_models, methods=["GET"])
+    router.add_api_route("/health", health, methods=["GET"])
+    router.add_api_route("/ping", health, methods=["GET"], operation_id="ping")
+    router.add_api_route("/version", version, methods=["GET"])
+    return router
