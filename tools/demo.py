@@ -31,7 +31,7 @@ from vllm_omni_vae import tiny
 
 FAMILY = "wan2.2-i2v"
 PROMPT = "the admiral turns to the camera and smiles"
-SIZE = "320x384"
+SIZE: Any = "320x384"  # the client's types know four sizes; the model makes any multiple of 16
 FIELDS = {"num_frames": 17, "fps": 16, "num_inference_steps": 4, "seed": 7}
 START_SECONDS = 300.0
 BIN = Path(sys.executable).parent
@@ -62,7 +62,8 @@ def wait_healthy(process: subprocess.Popen[bytes], address: str, log: Path) -> N
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            sys.exit(f"the server ended with exit code {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+            words = log.read_text(errors="replace")[-3000:]
+            sys.exit(f"the server ended with exit code {process.returncode}:\n{words}")
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
             urllib.request.urlopen(address + "/health", timeout=5)
             return
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the results")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="openai")
+    warnings.filterwarnings("ignore", "The Sora API", DeprecationWarning)
 
     checkpoint = tiny.build(FAMILY, out / FAMILY)
     print(f"tiny {FAMILY} checkpoint: {checkpoint}\nreference: {PHOTO}\n")
@@ -112,7 +113,8 @@ def main() -> None:
     print(f"       {width}x{height}, {count} frames, {count / FIELDS['fps']:.2f} s at {FIELDS['fps']} fps")
     for decision in job.vae:
         grid = "x".join(map(str, decision["grid"]))
-        print(f"       {decision['operation']}: {decision['strategy']} {grid}, tiles per rank {decision['tiles_per_rank']}")
+        share = decision["tiles_per_rank"]
+        print(f"       {decision['operation']}: {decision['strategy']} {grid}, tiles per rank {share}")
     print(f"\n{'stage':10}{'two ranks':>12}{'one rank':>12}")
     for stage, seconds in job.stage_durations.items():
         print(f"{stage:10}{seconds:10.2f} s{alone.stage_durations[stage]:10.2f} s")
