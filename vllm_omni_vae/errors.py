@@ -11,6 +11,7 @@
     ├── QueueFullError                    the engine takes no more jobs for now
     ├── Cancelled                         the caller asked for the job to stop
     ├── RankError (RuntimeError)          a rank failed inside a collective step; the same on every rank
+    ├── PeerLostError (RuntimeError)      another rank went away in the middle of an exchange
     ├── DisagreementError (RuntimeError)  ranks came to one collective step with different inputs
     ├── DeadlockError (RuntimeError)      threads as ranks: a real process group would wait for ever here
     └── EngineError (RuntimeError)        a worker process died, stalled or could not start
@@ -72,6 +73,10 @@ class RankError(VaeParallelError, RuntimeError):
         super().__init__(f"rank {rank} failed: {reason}")
         self.rank = rank
         self.reason = reason
+
+
+class PeerLostError(VaeParallelError, RuntimeError):
+    """An exchange ended because another rank went away; that rank knows why."""
 
 
 class DisagreementError(VaeParallelError, RuntimeError):

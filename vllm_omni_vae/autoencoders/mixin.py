@@ -15,7 +15,8 @@ from ..config import VaeParallelMode
 from ..distributed import VaeGroups
 from ..errors import ConfigurationError, UnsupportedError
 from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
-from .policy import select_strategy
+from .policy import Decision, select_strategy
+from .sharded import run_sharded
 from .spec import FamilySpec, Operation
 from .state import ParallelState
 
@@ -204,8 +205,35 @@ class DistributedVaeMixin:
     ) -> torch.Tensor | None:
         if state.rendezvous:
             x = state.rendezvous.announce(operation, x)
-        settings = {"operation": operation.value, "mode": state.mode.value, "weights": str(self.dtype)}
-        return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: dict(settings))
+        time, height, width = x.shape[-3:]
+        decision = self._decide(state, operation, (time, height, width))
+        facts: dict[str, object] = {"operation": operation.value, "weights": str(self.dtype)}
+        if decision.sharded:
+            return run_sharded(
+                state.groups,
+                self.spec,
+                self,
+                operation,
+                x,
+                decision,
+                broadcast=broadcast,
+                facts=facts,
+                between=state.between,
+            )
+        return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: facts)
+
+    def _decide(self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None) -> Decision:
+        """The strategy for extents ``seen`` by the tiled function; None where diffusers does not tile."""
+        if seen is None:
+            return select_strategy(operation, state.mode, None, state.size)
+        return select_strategy(
+            operation,
+            state.mode,
+            self.spec.grid(self, operation, seen),
+            state.size,
+            self.spec.latents(self, operation, seen[1:]),
+            VaeParallelMode.SPATIAL_SHARD_GRID in self.spec.modes,
+        )
 
     @contextlib.contextmanager
     def _one_call(self, operation: Operation, x: torch.Tensor) -> Iterator[None]:
@@ -217,10 +245,9 @@ class DistributedVaeMixin:
         with state.lock:
             shape = tuple(x.shape)
             self.spec.check(self, operation, shape)
-            grid = None
-            if self.spec.is_tiled(self, operation, shape):
-                grid = self.spec.grid(self, operation, self.spec.seen_extents(self, operation, shape))
-            state.note(select_strategy(operation, state.mode, grid, state.size))
+            tiled = self.spec.is_tiled(self, operation, shape)
+            seen = self.spec.seen_extents(self, operation, shape) if tiled else None
+            state.note(self._decide(state, operation, seen))
             try:
                 yield
             except BaseException:

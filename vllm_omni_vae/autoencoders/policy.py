@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..config import VaeParallelMode
-from ..geometry import TileGrid, deal
+from ..geometry import RankGrid, TileGrid, deal
 from .spec import Operation
 
 
@@ -17,6 +17,9 @@ class Strategy(StrEnum):
 
     DIRECT = "direct"
     TILE = "tile"
+    SPATIAL_SHARD_HEIGHT = "spatial_shard_height"
+    SPATIAL_SHARD_WIDTH = "spatial_shard_width"
+    SPATIAL_SHARD_GRID = "spatial_shard_grid"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,23 +30,34 @@ class Decision:
         operation: Encode or decode.
         strategy: What runs.
         reason: Why, in words.
-        grid: Tiles along time, height and width; all 1 when direct.
-        tiles_per_rank: Tiles that each VAE rank runs.
+        fallback: A forced mode could not be had, for the reason given.
+        grid: Tiles along time, height and width; all 1 unless tiles run.
+        tiles_per_rank: Tiles that each VAE rank runs; empty unless tiles run.
         imbalance: Load of the busiest rank over the mean.
         coverage: Input volume of all tiles over that of the whole; above 1 is redundant work.
+        rank_grid: Rows and columns of ranks that one feature map is spread over.
+        chunk: Latent frames that a sharded network takes at a time after the first.
     """
 
     operation: Operation
     strategy: Strategy
     reason: str
+    fallback: bool = False
     grid: tuple[int, int, int] = (1, 1, 1)
     tiles_per_rank: tuple[int, ...] = ()
     imbalance: float = 1.0
     coverage: float = 1.0
+    rank_grid: tuple[int, int] = (1, 1)
+    chunk: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether one feature map is spread over the ranks."""
+        return self.rank_grid != (1, 1)
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """VAE ranks that have nothing to do."""
+        """VAE ranks that have no tile."""
         return tuple(rank for rank, tiles in enumerate(self.tiles_per_rank) if not tiles)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,6 +67,12 @@ class Decision:
     def __str__(self) -> str:
         if self.strategy is Strategy.DIRECT:
             return f"{self.operation}: direct ({self.reason})"
+        if self.sharded:
+            ranks = "x".join(map(str, self.rank_grid))
+            return (
+                f"{self.operation}: {self.strategy} on {ranks} ranks (height x width), {self.chunk} latent frames "
+                f"at a time, imbalance {self.imbalance:.2f} ({self.reason})"
+            )
         grid = "x".join(map(str, self.grid))
         return (
             f"{self.operation}: {self.strategy} {grid} (time x height x width), tiles per rank "
@@ -60,25 +80,116 @@ class Decision:
         )
 
 
-def select_strategy(operation: Operation, mode: VaeParallelMode, grid: TileGrid | None, ranks: int) -> Decision:
+def select_strategy(
+    operation: Operation,
+    mode: VaeParallelMode,
+    tiles: TileGrid | None,
+    ranks: int,
+    latents: tuple[int, int] = (0, 0),
+    can_shard: bool = False,
+) -> Decision:
     """Choose for one request.
 
     Args:
         operation: Encode or decode.
         mode: What the configuration asks for; the family has accepted it.
-        grid: The request's tiles, or None where diffusers would not tile it.
+        tiles: The request's tiles, or None where diffusers would not tile it.
         ranks: Ranks that share the work.
+        latents: Latent rows and columns of the request.
+        can_shard: Whether the family can spread one feature map over ranks.
     """
-    if grid is None:
+    if tiles is None:
         return Decision(operation, Strategy.DIRECT, "not larger than one tile")
-    assignment = deal([grid.workload(coord) for coord in grid.coords()], ranks)
-    reason = "as configured" if mode is VaeParallelMode.TILE else "auto: tile is what this family can run"
+    if mode is VaeParallelMode.TILE:
+        return _tile(operation, tiles, ranks, "as configured")
+    if mode is VaeParallelMode.AUTO:
+        if not can_shard:
+            return _tile(operation, tiles, ranks, "auto: tile is what this family can run")
+        grid = _best_grid(ranks, latents)
+        if grid is None:
+            return _tile(operation, tiles, ranks, f"auto: {_too_small(latents, ranks)}")
+        return _shard(operation, grid, latents, "auto: no redundant work")
+    forced = _forced_grid(mode, ranks, latents)
+    if forced is None:
+        return _tile(operation, tiles, ranks, f"{mode}: {_too_small(latents, ranks)}", fallback=True)
+    return _shard(operation, forced, latents, "as configured", mode)
+
+
+def _tile(operation: Operation, tiles: TileGrid, ranks: int, reason: str, fallback: bool = False) -> Decision:
+    assignment = deal([tiles.workload(coord) for coord in tiles.coords()], ranks)
     return Decision(
         operation,
         Strategy.TILE,
         reason,
-        grid.shape,
+        fallback,
+        tiles.shape,
         tuple(assignment.owners.count(rank) for rank in range(ranks)),
         round(assignment.imbalance, 4),
-        round(grid.coverage, 4),
+        round(tiles.coverage, 4),
     )
+
+
+def _shard(
+    operation: Operation,
+    grid: RankGrid,
+    latents: tuple[int, int],
+    reason: str,
+    mode: VaeParallelMode | None = None,
+) -> Decision:
+    height, width = -(-latents[0] // grid.rows), -(-latents[1] // grid.cols)
+    if mode is None:
+        mode = VaeParallelMode.SPATIAL_SHARD_GRID
+        if grid.rows == 1:
+            mode = VaeParallelMode.SPATIAL_SHARD_WIDTH
+        elif grid.cols == 1:
+            mode = VaeParallelMode.SPATIAL_SHARD_HEIGHT
+    return Decision(
+        operation,
+        Strategy(mode.value),
+        reason,
+        imbalance=round(height * width * grid.size / (latents[0] * latents[1]), 4),
+        rank_grid=(grid.rows, grid.cols),
+        chunk=_chunk(height * width),
+    )
+
+
+_ENOUGH_POSITIONS = 128
+
+
+def _chunk(positions: int) -> int:
+    """Latent frames at a time: small shards need several, or convolutions cost more for each position."""
+    return next((k for k in (1, 2) if positions * k >= _ENOUGH_POSITIONS), 4)
+
+
+def _too_small(latents: tuple[int, int], ranks: int) -> str:
+    return f"{latents[0]}x{latents[1]} latents cannot give each of {ranks} ranks a row or column"
+
+
+def _forced_grid(mode: VaeParallelMode, ranks: int, latents: tuple[int, int]) -> RankGrid | None:
+    if mode is VaeParallelMode.SPATIAL_SHARD_HEIGHT:
+        return _fit(RankGrid(ranks, 1), latents)
+    if mode is VaeParallelMode.SPATIAL_SHARD_WIDTH:
+        return _fit(RankGrid(1, ranks), latents)
+    grids = [RankGrid(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
+    fitting = [grid for grid in grids if _fit(grid, latents)]
+    return min(fitting, key=lambda g: (abs(g.rows - g.cols), g.rows), default=None)
+
+
+def _fit(grid: RankGrid, latents: tuple[int, int]) -> RankGrid | None:
+    return grid if grid.rows <= latents[0] and grid.cols <= latents[1] else None
+
+
+def _best_grid(ranks: int, latents: tuple[int, int]) -> RankGrid | None:
+    """The longer axis that can serve every rank, width on a tie; from 4 ranks on a grid if it has shorter seams."""
+    height, width = latents
+    lines = [RankGrid(1, ranks), RankGrid(ranks, 1)] if width >= height else [RankGrid(ranks, 1), RankGrid(1, ranks)]
+    line = next((grid for grid in lines if _fit(grid, latents)), None)
+    square = _forced_grid(VaeParallelMode.SPATIAL_SHARD_GRID, ranks, latents) if ranks >= 4 else None
+    if line is None or square is None:
+        return line or square
+    return square if _seams(square, latents) < _seams(line, latents) else line
+
+
+def _seams(grid: RankGrid, latents: tuple[int, int]) -> int:
+    """Latents along all interior edges; halo bytes grow with it."""
+    return (grid.rows - 1) * latents[1] + (grid.cols - 1) * latents[0]

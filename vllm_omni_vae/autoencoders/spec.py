@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -14,6 +15,13 @@ from ..geometry import AxisTiling, TileGrid
 
 Vae = Any
 """An instance of the family's diffusers class; diffusers ships no types."""
+
+
+Between = Callable[[int, int], None]
+
+
+def ignore(done: int, total: int) -> None:
+    """Do nothing between network calls."""
 
 
 class Operation(StrEnum):
@@ -29,10 +37,12 @@ class FamilySpec(ABC):
     Class attributes:
         name: What the family is called in tables and messages.
         modes: Strategies the family can run; anything else is refused when it is set.
+        attends: Whether every network call attends over space, which a shard must have seen to.
     """
 
     name: str
     modes: frozenset[VaeParallelMode] = frozenset({VaeParallelMode.TILE, VaeParallelMode.AUTO})
+    attends: bool = False
 
     @property
     @abstractmethod
@@ -68,12 +78,19 @@ class FamilySpec(ABC):
         return 1
 
     @abstractmethod
-    def encode_tile(self, vae: Vae, x: torch.Tensor) -> torch.Tensor:
-        """Moments of one tile, from a clean state."""
+    def encode_tile(self, vae: Vae, x: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
+        """Moments of one tile, from a clean state.
+
+        Args:
+            vae: The autoencoder.
+            x: Pixels as the tiled function sees them.
+            chunk: Latent frames that the network takes at a time after the first; 1 as in diffusers.
+            between: Called with (done, all) network calls before each of them; it may raise to stop.
+        """
 
     @abstractmethod
-    def decode_tile(self, vae: Vae, z: torch.Tensor) -> torch.Tensor:
-        """Sample of one tile, from a clean state, as it is before tiles are merged."""
+    def decode_tile(self, vae: Vae, z: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
+        """Sample of one tile, from a clean state, as it is before tiles are merged; arguments as `encode_tile`."""
 
     def finish_decode(self, vae: Vae, merged: torch.Tensor) -> torch.Tensor:
         """What un-tiled decode does last, applied once to the merged tiles."""
@@ -100,6 +117,18 @@ class FamilySpec(ABC):
         """(T, H, W) of what the tiled function sees when the public input has ``shape``."""
         time, height, width = shape[-3:]
         return time, height, width
+
+    def latents(self, vae: Vae, operation: Operation, extents: tuple[int, int]) -> tuple[int, int]:
+        """Latent rows and columns of (H, W) as the tiled function sees them."""
+        _, height, width = self.tiling(vae, operation)
+        if operation is Operation.DECODE:
+            return extents
+        return height.scale.length(extents[0]), width.scale.length(extents[1])
+
+    def ratio(self, vae: Vae, operation: Operation) -> int:
+        """Spatial units of the tiled function's input that make a latent."""
+        _, height, _ = self.tiling(vae, operation)
+        return height.scale.down
 
     def grid(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> TileGrid:
         """The tile grid over ``extents`` (T, H, W) as the tiled function sees them."""

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 
 from ..config import VaeParallelMode
-from ..distributed import VaeGroups
+from ..distributed import VaeGroups, agree
+from ..errors import Cancelled
 from ..tiling import DistributedVaeExecutor
-from .policy import Decision, Strategy
+from .policy import Decision
 from .spec import Operation
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class ParallelState:
         mode: What was asked for.
         broadcast_decode: Whether every calling rank gets decoded samples.
         executor: Runs tiles on the ranks.
+        stoppable: Whether sharded calls look between network calls if any rank was told to stop; the same on all.
         rendezvous: Set by an engine whose VAE ranks do not all run the pipeline.
         on_decision: Told of every decision, also repeated ones.
         lock: One call at a time: diffusers keeps a call's cache on the module.
@@ -45,6 +47,7 @@ class ParallelState:
         self.mode = mode
         self.broadcast_decode = broadcast_decode
         self.executor = DistributedVaeExecutor(groups)
+        self.stoppable = False
         self.rendezvous: Rendezvous | None = None
         self.on_decision: Callable[[Decision], None] | None = None
         self.lock = threading.RLock()
@@ -67,19 +70,37 @@ class ParallelState:
         return self.groups.domain.rank == self.groups.workers[self.groups.output]
 
     def note(self, decision: Decision) -> None:
-        """Log a decision the first time it is taken, with a warning when ranks stay idle."""
+        """Log a decision the first time it is taken, with a warning when it falls back or leaves ranks idle."""
         if self.on_decision:
             self.on_decision(decision)
         if decision in self._logged:
             return
         self._logged.add(decision)
-        if self.is_output_rank:
-            logger.info("VAE %s", decision)
-            if decision.strategy is Strategy.TILE and decision.idle_ranks:
-                logger.warning(
-                    "VAE %s: %d tiles for %d ranks, so ranks %s are idle; smaller tiles would use them",
-                    decision.operation,
-                    sum(decision.tiles_per_rank),
-                    self.size,
-                    list(decision.idle_ranks),
-                )
+        if not self.is_output_rank:
+            return
+        logger.log(logging.WARNING if decision.fallback else logging.INFO, "VAE %s", decision)
+        if decision.idle_ranks:
+            logger.warning(
+                "VAE %s: %d tiles for %d ranks, so ranks %s are idle; smaller tiles would use them",
+                decision.operation,
+                sum(decision.tiles_per_rank),
+                self.size,
+                list(decision.idle_ranks),
+            )
+
+    def between(self, done: int, total: int) -> None:
+        """Collective over the working ranks if `stoppable`. Report a network call to come, or stop on all ranks.
+
+        Raises:
+            Cancelled: on every rank, when one was told to stop.
+        """
+        error: Cancelled | None = None
+        try:
+            if self.executor.observer:
+                self.executor.observer(done, total)
+        except Cancelled as told:
+            error = told
+        if self.stoppable and self.groups.work is not None:
+            agree(self.groups.work, error)
+        elif error:
+            raise error

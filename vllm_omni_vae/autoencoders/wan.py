@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
-
 import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
@@ -12,7 +10,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from ..errors import GeometryError
 from ..geometry import AxisScale, AxisTiling
 from .mixin import DistributedVaeMixin
-from .spec import FamilySpec, Operation, Vae
+from .spec import Between, FamilySpec, Operation, Vae, ignore
 
 
 class WanSpec(FamilySpec):
@@ -23,6 +21,7 @@ class WanSpec(FamilySpec):
     """
 
     name = "AutoencoderKLWan"
+    attends = True
 
     @property
     def base_class(self) -> type:
@@ -75,25 +74,27 @@ class WanSpec(FamilySpec):
     def channels(self, vae: Vae, operation: Operation) -> int:
         return int(2 * vae.config.z_dim if operation is Operation.ENCODE else vae.config.out_channels)
 
-    def encode_tile(self, vae: Vae, x: torch.Tensor) -> torch.Tensor:
+    def encode_tile(self, vae: Vae, x: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
         vae.clear_cache()
-        cuts = chain([0], range(1, x.shape[2] + 1, _time_ratio(vae)))
-        chunks = []
-        for start, stop in pairwise(cuts):
+        moments = []
+        cuts = _cuts(x.shape[2], chunk * _time_ratio(vae))
+        for done, (start, stop) in enumerate(cuts):
+            between(done, len(cuts))
             vae._enc_conv_idx = [0]
-            frames = x[:, :, start:stop]
-            moments = vae.encoder(frames, feat_cache=vae._enc_feat_map, feat_idx=vae._enc_conv_idx)
-            chunks.append(vae.quant_conv(moments))
+            features = vae.encoder(x[:, :, start:stop], feat_cache=vae._enc_feat_map, feat_idx=vae._enc_conv_idx)
+            moments.append(vae.quant_conv(features))
         vae.clear_cache()
-        return torch.cat(chunks, dim=2)
+        return torch.cat(moments, dim=2)
 
-    def decode_tile(self, vae: Vae, z: torch.Tensor) -> torch.Tensor:
+    def decode_tile(self, vae: Vae, z: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
         vae.clear_cache()
         frames = []
-        for k in range(z.shape[2]):
+        cuts = _cuts(z.shape[2], chunk)
+        for done, (start, stop) in enumerate(cuts):
+            between(done, len(cuts))
             vae._conv_idx = [0]
-            latent = vae.post_quant_conv(z[:, :, k : k + 1])
-            frames.append(vae.decoder(latent, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=k == 0))
+            latent = vae.post_quant_conv(z[:, :, start:stop])
+            frames.append(vae.decoder(latent, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=start == 0))
         vae.clear_cache()
         return torch.cat(frames, dim=2)
 
@@ -109,6 +110,12 @@ class WanSpec(FamilySpec):
 
     def reset(self, vae: Vae) -> None:
         vae.clear_cache()
+
+
+def _cuts(frames: int, step: int) -> list[tuple[int, int]]:
+    """The first frame alone, then ``step`` at a time: the causal cache wants it so."""
+    starts = [0, *range(1, frames, step)]
+    return list(zip(starts, [*starts[1:], frames], strict=True))
 
 
 def _patch(vae: Vae) -> int:

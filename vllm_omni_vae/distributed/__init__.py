@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport between ranks. Nothing here knows what a model is."""
 
-from .agreement import agree, agree_on
+from .agreement import agree, agree_on, fingerprint
 from .communicator import Communicator, NullCommunicator, TorchCommunicator, Traffic
 from .groups import VaeGroups
 from .local import LocalCommunicator, LocalWorld
@@ -16,4 +16,5 @@ __all__ = [
     "VaeGroups",
     "agree",
     "agree_on",
+    "fingerprint",
 ]

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DisagreementError
+from ..errors import DisagreementError, PeerLostError
 
 Reduction = Literal["sum", "max"]
 Message = tuple[int, torch.Tensor]
@@ -93,6 +94,22 @@ class Communicator(ABC):
         self.traffic.count("all_gather")
         return self._all_gather(piece.contiguous())
 
+    def all_gather_uneven(self, piece: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Collective. Bring each rank's 1-D ``piece`` to every rank in its exact size, one message to each peer.
+
+        Args:
+            piece: ``sizes[rank]`` elements.
+            sizes: Elements of every rank's piece, known to all.
+
+        Returns:
+            The pieces in rank order; its own is ``piece`` itself.
+        """
+        self.traffic.count("all_gather_uneven")
+        pieces = [piece if rank == self.rank else piece.new_empty(size) for rank, size in enumerate(sizes)]
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.exchange([(peer, piece) for peer in peers], [(peer, pieces[peer]) for peer in peers])
+        return pieces
+
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> None:
         """Collective. Reduce the contiguous ``tensor`` over the ranks, in place."""
         self.traffic.count("all_reduce")
@@ -104,6 +121,22 @@ class Communicator(ABC):
         if self.rank == src:
             self.traffic.broadcast_bytes += tensor.nbytes
         self._broadcast(tensor, src)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether `abandon` was called and `renew` was not."""
+        return False
+
+    def abandon(self) -> None:
+        """Let go of the group, so that ranks which wait for this one in it raise `PeerLostError` at once.
+
+        Every rank of the group abandons it in the end; `renew` brings it back.
+        """
+        return
+
+    def renew(self) -> None:
+        """Collective. Make an abandoned group anew; does nothing when it is there."""
+        return
 
     @abstractmethod
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None: ...
@@ -123,25 +156,64 @@ class TorchCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), _control_device(group))
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
         self._global = dist.get_process_group_ranks(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            PeerLostError: it was abandoned.
+        """
+        if self._group is None:
+            raise PeerLostError("the process group was abandoned after a rank failed in it")
+        return self._group
+
+    @property
+    def abandoned(self) -> bool:
+        return self._group is None
+
+    def abandon(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def renew(self) -> None:
+        if self._group is None:
+            self._group = dist.new_group(self._global, use_local_synchronization=True)
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         batch = [dist.P2POp(dist.isend, tensor, self._global[peer], self.group) for peer, tensor in sends]
         batch += [dist.P2POp(dist.irecv, tensor, self._global[peer], self.group) for peer, tensor in receives]
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()
+        with _losing_peers():
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
 
     def _all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         pieces = [torch.empty_like(piece) for _ in range(self.size)]
-        dist.all_gather(pieces, piece, group=self.group)
+        with _losing_peers():
+            dist.all_gather(pieces, piece, group=self.group)
         return torch.stack(pieces)
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+        with _losing_peers():
+            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        dist.broadcast(tensor, self._global[src], group=self.group)
+        with _losing_peers():
+            dist.broadcast(tensor, self._global[src], group=self.group)
+
+
+@contextlib.contextmanager
+def _losing_peers() -> Iterator[None]:
+    """Backends say in their own ways that a peer is gone, all of them by RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerLostError):
+            raise
+        raise PeerLostError(f"an exchange with the other ranks broke off: {error}") from None
 
 
 def _control_device(group: dist.ProcessGroup) -> torch.device:

@@ -23,6 +23,8 @@ class VaeGroups:
         work: The ranks that share the work, or None on a rank outside of them.
         domain: All ranks that call the VAE; a broadcast result reaches all of these.
         workers: The working ranks as ranks of ``domain``, in the order of their ranks in ``work``.
+        halo: The working ranks once more, for messages in the middle of the work, which a rank that fails abandons so
+            that nobody waits for it; None where ``work`` serves for these too.
         output: Index into ``workers`` of the rank that owns a result which is not broadcast.
     """
 
@@ -30,6 +32,7 @@ class VaeGroups:
     domain: Communicator
     workers: tuple[int, ...]
     output: int = 0
+    halo: Communicator | None = None
 
     @classmethod
     def create(
@@ -69,11 +72,12 @@ class VaeGroups:
             )
         everyone = domain == world
         whole = TorchCommunicator(_new_group(domain, everyone))
-        work: Communicator | None = whole
-        if workers != domain:
-            inner = _new_group(workers, everyone) if everyone or dist.get_rank() in workers else None
-            work = TorchCommunicator(inner) if inner is not None and dist.get_rank() in workers else None
-        return cls(work, whole, tuple(domain.index(rank) for rank in workers), output_rank)
+        inside = dist.get_rank() in workers
+        halo = work = None
+        if everyone or inside:
+            groups = [_new_group(workers, everyone) for _ in range(2)]
+            halo, work = (TorchCommunicator(group) if inside else None for group in groups)
+        return cls(work, whole, tuple(domain.index(rank) for rank in workers), output_rank, halo)
 
 
 def _new_group(ranks: list[int], everyone: bool) -> dist.ProcessGroup:

@@ -292,12 +292,13 @@ class Engine:
         """Every rank has left the job and waits: hand out its outcome.
 
         Raises:
-            _Broken: denoiser ranks ended differently for a reason that they did not share.
+            _Broken: denoiser ranks ended differently for a reason that they did not share, or an exchange broke off.
         """
         failed = job.failure
-        if failed and failed.failure is Failure.UNEXPECTED:
+        if failed and failed.failure:
             dit = range(self.config.parallel.dit_world_size)
-            if not all(job.reports[rank].failure for rank in dit):
+            alone = failed.failure is Failure.UNEXPECTED and not all(job.reports[rank].failure for rank in dit)
+            if alone or any(report.broken for report in job.reports.values()):
                 raise _Broken(failed.message, failed.failure)
         self._done += 1
         result = job.reports[0].result

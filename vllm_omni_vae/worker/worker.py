@@ -86,7 +86,10 @@ class RankWorker:
             self._control = TorchCommunicator(control)
         for place, vae in enumerate(model.vaes.values()):
             state = getattr(vae, "parallel_state", None)
-            if state is not None and rank < dit:
+            if state is None:
+                continue
+            state.stoppable = True
+            if rank < dit:
                 state.rendezvous = LeaderRendezvous(place, state.groups.domain, self._control, len(led) > 1)
 
     def _finish(self, model: loader.LoadedModel, run: Run) -> Finished:
@@ -107,7 +110,8 @@ class RankWorker:
         except Exception as error:
             logger.exception("job %s failed", run.job_id)
             failure, message = Failure.UNEXPECTED, f"{type(error).__name__}: {error}"
-        return Finished(run.job_id, failure, message, result, runner.peak_memory_mb(model.device))
+        peak = runner.peak_memory_mb(model.device)
+        return Finished(run.job_id, failure, message, result, peak, _exchange_broken(model))
 
     def _run(self, model: loader.LoadedModel, run: Run) -> GenerationResult | None:
         if model.pipeline is None:
@@ -141,6 +145,11 @@ class RankWorker:
 
     def _send(self, message: FromRank) -> None:
         self._pipe.send(message)
+
+
+def _exchange_broken(model: loader.LoadedModel) -> bool:
+    states = [getattr(vae, "parallel_state", None) for vae in model.vaes.values()]
+    return any(state is not None and state.groups.halo is not None and state.groups.halo.abandoned for state in states)
 
 
 def run_rank(connection: Any) -> None:

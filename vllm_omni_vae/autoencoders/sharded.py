@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one encode or decode as a spatial shard: the same agreement and placement as the tile executor's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..distributed import Communicator, VaeGroups, agree, agree_on, fingerprint
+from ..errors import Cancelled, RankError, UnsupportedError
+from ..geometry import Partition, RankGrid
+from ..sharding import ShardLayout, SpatialShard
+from .policy import Decision
+from .spec import Between, FamilySpec, Operation, ignore
+
+
+def run_sharded(
+    groups: VaeGroups,
+    spec: FamilySpec,
+    vae: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    decision: Decision,
+    *,
+    broadcast: bool,
+    facts: dict[str, object],
+    between: Between = ignore,
+) -> torch.Tensor | None:
+    """Collective over the working ranks, and over all calling ranks when the result is broadcast.
+
+    Args:
+        groups: The ranks. Halos travel in `VaeGroups.halo`, agreement among all that take part.
+        spec, vae, operation: What runs.
+        x: The whole input as the tiled function sees it, the same on every rank.
+        decision: The rank grid and the chunk.
+        broadcast: Whether every calling rank gets the result.
+        facts: Further values that must be equal on all ranks, by name.
+        between: Called on every working rank before each network call with (done, all); what it raises must be raised
+            on all of them.
+
+    Returns:
+        The whole result on the output rank, and everywhere with ``broadcast``; else None.
+
+    Raises:
+        RankError, Cancelled: a rank failed or was told to stop.
+        DisagreementError: ranks came with different inputs.
+    """
+    comm = groups.domain if broadcast else groups.work
+    if comm is None:
+        return None
+    known = {"shape": tuple(x.shape), "dtype": x.dtype, "decision": decision, "settings": sorted(facts.items())}
+    agree_on(comm, known | {"content": fingerprint(x)})
+    whole = _whole_shape(spec, vae, operation, x)
+    extents = (whole[-2], whole[-1])
+    piece: torch.Tensor | None = None
+    shard: SpatialShard | None = None
+    error: Exception | None = None
+    if groups.work is not None:
+        halo = groups.halo or groups.work
+        try:
+            halo.renew()
+            shard = _shard(halo, spec, vae, operation, x, decision)
+            piece = _run_piece(shard, spec, vae, operation, x, decision, between)
+            shard.check(piece, extents)
+        except Exception as e:
+            error = e
+            if not isinstance(e, Cancelled):
+                halo.abandon()
+    try:
+        agree(comm, error)
+    except RankError:
+        if groups.halo is not None:
+            groups.halo.abandon()
+        raise
+    result: torch.Tensor | None = None
+    if groups.work is not None and shard is not None and piece is not None:
+        result = shard.gather(piece, extents, groups.work, groups.output)
+    if not broadcast:
+        return result
+    everywhere = x.new_empty(whole) if result is None else result
+    comm.broadcast(everywhere, groups.workers[groups.output])
+    return everywhere
+
+
+def _shard(
+    halo: Communicator, spec: FamilySpec, vae: Any, operation: Operation, x: torch.Tensor, decision: Decision
+) -> SpatialShard:
+    grid = RankGrid(*decision.rank_grid)
+    rows, cols = spec.latents(vae, operation, (x.shape[-2], x.shape[-1]))
+    layout = ShardLayout(grid, Partition(rows, grid.rows), Partition(cols, grid.cols), halo.rank)
+    return SpatialShard(halo, layout)
+
+
+def _run_piece(
+    shard: SpatialShard,
+    spec: FamilySpec,
+    vae: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    decision: Decision,
+    between: Between,
+) -> torch.Tensor:
+    """Collective over the working ranks. This rank's piece of the finished result."""
+    encode = operation is Operation.ENCODE
+    mine = shard.shard(x, spec.ratio(vae, operation))
+    with shard:
+        if encode:
+            piece = spec.encode_tile(vae, mine, decision.chunk, between)
+        else:
+            piece = spec.finish_decode(vae, spec.decode_tile(vae, mine, decision.chunk, between))
+    if spec.attends and not shard.operators.attention_calls:
+        raise UnsupportedError(f"{spec.name} attends over space in a way that a shard does not see")
+    return piece
+
+
+def _whole_shape(spec: FamilySpec, vae: Any, operation: Operation, x: torch.Tensor) -> tuple[int, ...]:
+    time, height, width = x.shape[-3:]
+    out = spec.grid(vae, operation, (time, height, width)).out_extents
+    whole: tuple[int, ...] = (x.shape[0], spec.channels(vae, operation), *out)
+    return whole if operation is Operation.ENCODE else spec.finished_shape(vae, whole)

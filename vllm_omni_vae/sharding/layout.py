@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which piece of a feature map each rank of a grid holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..errors import GeometryError
+from ..geometry import Partition, RankGrid
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """A grid of ranks laid over the latent rows and columns of one feature map.
+
+    Attributes:
+        grid: The ranks.
+        height, width: Latent rows and columns; one part for each row and column of ranks.
+        rank: This rank in the grid.
+    """
+
+    grid: RankGrid
+    height: Partition
+    width: Partition
+    rank: int
+
+    def __post_init__(self) -> None:
+        if (self.height.parts, self.width.parts) != (self.grid.rows, self.grid.cols):
+            raise GeometryError(f"{self.height} and {self.width} do not fit {self.grid}")
+        if min(self.height.row_sizes) < 1 or min(self.width.row_sizes) < 1:
+            raise GeometryError(
+                f"{self.height.extent}x{self.width.extent} latents cannot give each of "
+                f"{self.grid.rows}x{self.grid.cols} ranks at least one"
+            )
+
+    @property
+    def latents(self) -> tuple[int, int]:
+        """Latent rows and columns of this rank."""
+        row, col = self.grid.coords(self.rank)
+        return self.height.row_sizes[row], self.width.row_sizes[col]
+
+    def sharded(self, dim: int) -> bool:
+        """Whether the axis of ``dim`` (-2: height, -1: width) is cut."""
+        return (self.grid.rows if dim == -2 else self.grid.cols) > 1
+
+    def neighbours(self, dim: int) -> tuple[int | None, int | None]:
+        """Ranks that hold the piece before and after this one along ``dim``; None at a true edge."""
+        if dim == -2:
+            return self.grid.neighbour(self.rank, down=-1), self.grid.neighbour(self.rank, down=1)
+        return self.grid.neighbour(self.rank, right=-1), self.grid.neighbour(self.rank, right=1)
+
+    def thinnest(self, dim: int, local: int) -> int:
+        """Fewest units that any rank holds along ``dim``, where this one holds ``local``: arithmetic, not a message."""
+        rows = self.height if dim == -2 else self.width
+        mine = self.latents[0 if dim == -2 else 1]
+        return min(rows.row_sizes) * (local // mine)
+
+    def bounds(self, rank: int, extents: tuple[int, int], ratio: int) -> tuple[slice, slice]:
+        """Rows and columns of ``rank`` in a whole of ``extents``, ``ratio`` units a latent; the last takes the rest."""
+        row, col = self.grid.coords(rank)
+        return _cut(self.height, row, extents[0], ratio), _cut(self.width, col, extents[1], ratio)
+
+    def local(self, x: torch.Tensor, ratio: int) -> torch.Tensor:
+        """This rank's piece of the whole ``x``, as a tensor of its own; ``ratio`` units of ``x`` make a latent."""
+        rows, cols = self.bounds(self.rank, (x.shape[-2], x.shape[-1]), ratio)
+        return x[..., rows, cols].clone(memory_format=torch.preserve_format)
+
+    def spatial_dims(self, x: torch.Tensor) -> tuple[int, int] | None:
+        """The dims of ``x`` that are height and width, told by its sizes: channels first or last; None if neither."""
+        for dims in ((-2, -1), (-3, -2)):
+            if x.dim() >= 4 and self._matches(x.shape[dims[0]], x.shape[dims[1]]):
+                return x.dim() + dims[0], x.dim() + dims[1]
+        return None
+
+    def _matches(self, height: int, width: int) -> bool:
+        rows, cols = self.latents
+        return height % rows == 0 and width % cols == 0 and height // rows == width // cols
+
+    def positions(self, local: int) -> list[int]:
+        """Flattened positions that each rank holds, where this one holds ``local``.
+
+        Raises:
+            GeometryError: ``local`` is no number of positions that this rank can hold.
+        """
+        rows, cols = self.latents
+        scale, rest = divmod(local, rows * cols)
+        if rest or scale < 1:
+            raise GeometryError(f"{local} positions do not come from a shard of {rows}x{cols} latents")
+        areas = [h * w for h in self.height.row_sizes for w in self.width.row_sizes]
+        return [area * scale for area in areas]
+
+
+def _cut(partition: Partition, part: int, extent: int, ratio: int) -> slice:
+    start, stop = partition.scaled(ratio).bounds(part)
+    return slice(start, extent if part == partition.parts - 1 else stop)
