@@ -57,12 +57,16 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def latents(vae: AutoencoderKLWan, time: int, height: int, width: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+def latents(
+    vae: AutoencoderKLWan, time: int, height: int, width: int, *, batch: int = 1, seed: int = 0
+) -> torch.Tensor:
     """Latents that ``vae`` decodes."""
     return noise(batch, vae.config.z_dim, time, height, width, seed=seed, dtype=vae.dtype)
 
 
-def pixels(vae: AutoencoderKLWan, frames: int, height: int, width: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+def pixels(
+    vae: AutoencoderKLWan, frames: int, height: int, width: int, *, batch: int = 1, seed: int = 0
+) -> torch.Tensor:
     """Pixels from -1 to 1 that ``vae`` encodes."""
     return noise(batch, 3, frames, height, width, seed=seed).mul(0.5).clamp(-1, 1).to(vae.dtype)
 
@@ -88,6 +92,7 @@ def on_ranks(
     workers: tuple[int, ...] = (),
     output: int = 0,
     broadcast: bool = False,
+    kind: type = DistributedAutoencoderKLWan,
 ) -> list[T]:
     """Return what ``call(copy of vae, rank)`` returns on each of ``size`` ranks that are threads.
 
@@ -97,7 +102,7 @@ def on_ranks(
 
     def body(comm: LocalCommunicator) -> T:
         mine = copy.deepcopy(vae)
-        mine.__class__ = DistributedAutoencoderKLWan
+        mine.__class__ = kind
         mine._vae_parallel = ParallelState(local_groups(comm, workers, output, work_world), mode, broadcast)
         with torch.no_grad():
             return call(mine, comm.rank)

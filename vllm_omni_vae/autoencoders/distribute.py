@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,19 @@ from .wan import DistributedAutoencoderKLWan
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-logger = logging.getLogger(__name__)
-
 FAMILIES: tuple[type[DistributedVaeMixin], ...] = (DistributedAutoencoderKLWan,)
 """One distributed class per family."""
 
 
 def distributed_class(vae: object) -> type[DistributedVaeMixin] | None:
-    """The distributed class for ``vae``, or None when its family is not known here."""
-    return next((family for family in FAMILIES if isinstance(vae, family.spec.base_class)), None)
+    """The distributed class for ``vae``, or None when its family is not known here.
+
+    A subclass of a diffusers class has overrides that would be lost; it becomes a family by mixing
+    `DistributedVaeMixin` in itself.
+    """
+    if isinstance(vae, DistributedVaeMixin):
+        return type(vae)
+    return next((family for family in FAMILIES if type(vae) is family.spec.base_class), None)
 
 
 def distribute(
@@ -72,13 +75,10 @@ def distribute(
     if size == 1:
         return vae
     before = type(vae)
-    vae.__class__ = before if issubclass(before, family) else family
+    vae.__class__ = family
     try:
         vae.set_parallel_size(size, mode=mode, group=group, output_rank=output_rank, broadcast_result=broadcast_result)
-        if not vae.use_tiling:
-            vae.enable_tiling()
-            logger.info("VAE tiling is switched on: %d ranks share %s", size, family.spec.name)
-    except Exception:
-        vae.__class__ = before
-        raise
+    finally:
+        if not vae.is_distributed_enabled():
+            vae.__class__ = before
     return vae

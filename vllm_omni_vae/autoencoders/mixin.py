@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,16 +13,19 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
 from ..config import VaeParallelMode
-from ..distributed import VaeGroups
+from ..distributed import VaeGroups, agree_on
 from ..errors import ConfigurationError, UnsupportedError
 from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
 from .policy import Decision, select_strategy
 from .sharded import run_sharded
-from .spec import FamilySpec, Operation
+from .spec import FamilySpec, Operation, output_dtype
 from .state import ParallelState
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedVaeMixin:
@@ -73,6 +77,8 @@ class DistributedVaeMixin:
     ) -> None:
         """Collective over the calling ranks. Share encode and decode among ``size`` ranks, or stop sharing with 1.
 
+        Sharing works in tiles or instead of them, so it switches diffusers' tiling on.
+
         Args:
             size: Ranks that share the work.
             mode: A `VaeParallelMode` or its text.
@@ -92,8 +98,15 @@ class DistributedVaeMixin:
             self._vae_parallel = None
             return
         self.spec.check_tiling(self)
-        groups = VaeGroups.create(size, group, output_rank)
-        self._vae_parallel = ParallelState(groups, mode, bool(broadcast_result)) if len(groups.workers) > 1 else None
+        placement = (size, group if group is None or hasattr(group, "size") else tuple(group), output_rank)
+        before = self._vae_parallel
+        same = before is not None and before.placement == placement
+        groups = before.groups if before is not None and same else VaeGroups.create(size, group, output_rank)
+        alone = len(groups.workers) == 1
+        self._vae_parallel = None if alone else ParallelState(groups, mode, bool(broadcast_result), placement)
+        if not alone and not self.use_tiling:
+            self.enable_tiling()
+            logger.info("VAE tiling is switched on: %d ranks share %s", len(groups.workers), self.spec.name)
 
     def is_distributed_enabled(self) -> bool:
         """Whether encode and decode are shared among ranks."""
@@ -111,10 +124,10 @@ class DistributedVaeMixin:
             GeometryError: what is wrong with the size and stride.
         """
         before = dict(self.__dict__)
-        super().enable_tiling(*args, **kwargs)  # type: ignore[misc]
         try:
+            super().enable_tiling(*args, **kwargs)  # type: ignore[misc]
             self.spec.check_tiling(self)
-        except ConfigurationError:
+        except Exception:
             self.__dict__.update(before)
             raise
 
@@ -193,7 +206,7 @@ class DistributedVaeMixin:
         whole: tuple[int, ...] = (*head, *grid.out_extents)
         if operation is Operation.DECODE:
             whole = self.spec.finished_shape(self, whole)
-        return tasks, GridSpec(grid, x.dtype, whole)
+        return tasks, GridSpec(grid, output_dtype(x), whole)
 
     def _execute(
         self,
@@ -222,17 +235,30 @@ class DistributedVaeMixin:
             )
         return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: facts)
 
+    def _call_facts(self, state: ParallelState, operation: Operation, x: torch.Tensor) -> dict[str, object]:
+        """What the choice of a strategy depends on; ranks that differ in it would wait for each other."""
+        switches = sorted((name, value) for name, value in vars(self).items() if name.startswith(("tile_", "use_")))
+        return {
+            "operation": operation.value,
+            "mode": state.mode.value,
+            "shape": tuple(x.shape),
+            "dtype": x.dtype,
+            "weights": self.dtype,
+            "tiling": switches,
+        }
+
     def _decide(self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None) -> Decision:
         """The strategy for extents ``seen`` by the tiled function; None where diffusers does not tile."""
         if seen is None:
-            return select_strategy(operation, state.mode, None, state.size)
+            untiled = "not larger than one tile" if self.use_tiling else "tiling is switched off"
+            return select_strategy(operation, state.mode, None, state.size, untiled=untiled)
         return select_strategy(
             operation,
             state.mode,
             self.spec.grid(self, operation, seen),
             state.size,
-            self.spec.latents(self, operation, seen[1:]),
-            VaeParallelMode.SPATIAL_SHARD_GRID in self.spec.modes,
+            latents=self.spec.latents(self, operation, seen[1:]),
+            can_shard=VaeParallelMode.SPATIAL_SHARD_GRID in self.spec.modes,
         )
 
     @contextlib.contextmanager
@@ -244,6 +270,9 @@ class DistributedVaeMixin:
             return
         with state.lock:
             shape = tuple(x.shape)
+            callers = state.callers(operation)
+            if callers is not None:
+                agree_on(callers, self._call_facts(state, operation, x))
             self.spec.check(self, operation, shape)
             tiled = self.spec.is_tiled(self, operation, shape)
             seen = self.spec.seen_extents(self, operation, shape) if tiled else None

@@ -87,6 +87,7 @@ def select_strategy(
     ranks: int,
     latents: tuple[int, int] = (0, 0),
     can_shard: bool = False,
+    untiled: str = "not larger than one tile",
 ) -> Decision:
     """Choose for one request.
 
@@ -97,9 +98,10 @@ def select_strategy(
         ranks: Ranks that share the work.
         latents: Latent rows and columns of the request.
         can_shard: Whether the family can spread one feature map over ranks.
+        untiled: Why there are no tiles, where there are none.
     """
     if tiles is None:
-        return Decision(operation, Strategy.DIRECT, "not larger than one tile")
+        return Decision(operation, Strategy.DIRECT, untiled)
     if mode is VaeParallelMode.TILE:
         return _tile(operation, tiles, ranks, "as configured")
     if mode is VaeParallelMode.AUTO:

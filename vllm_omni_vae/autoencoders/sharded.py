@@ -12,7 +12,7 @@ from ..errors import Cancelled, RankError, UnsupportedError
 from ..geometry import Partition, RankGrid
 from ..sharding import ShardLayout, SpatialShard
 from .policy import Decision
-from .spec import Between, FamilySpec, Operation, ignore
+from .spec import Between, FamilySpec, Operation, ignore, output_dtype
 
 
 def run_sharded(
@@ -78,7 +78,7 @@ def run_sharded(
         result = shard.gather(piece, extents, groups.work, groups.output)
     if not broadcast:
         return result
-    everywhere = x.new_empty(whole) if result is None else result
+    everywhere = x.new_empty(whole, dtype=output_dtype(x)) if result is None else result
     comm.broadcast(everywhere, groups.workers[groups.output])
     return everywhere
 

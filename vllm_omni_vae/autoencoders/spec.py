@@ -133,3 +133,9 @@ class FamilySpec(ABC):
     def grid(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> TileGrid:
         """The tile grid over ``extents`` (T, H, W) as the tiled function sees them."""
         return TileGrid(self.tiling(vae, operation), extents)
+
+
+def output_dtype(x: torch.Tensor) -> torch.dtype:
+    """Type of what an autoencoder makes of ``x``: its own, or autocast's where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

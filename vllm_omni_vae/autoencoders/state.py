@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from ..config import VaeParallelMode
-from ..distributed import VaeGroups, agree
+from ..distributed import Communicator, VaeGroups, agree
 from ..errors import Cancelled
 from ..tiling import DistributedVaeExecutor
 from .policy import Decision
@@ -33,22 +33,26 @@ class ParallelState:
 
     Attributes:
         groups: The ranks.
+        placement: What the groups were made for; asked for again, they are kept.
         mode: What was asked for.
         broadcast_decode: Whether every calling rank gets decoded samples.
         executor: Runs tiles on the ranks.
         stoppable: Whether sharded calls look between network calls if any rank was told to stop; the same on all.
+        alike: Set by an engine: the ranks that run the pipeline and so call with inputs of their own; None for one.
         rendezvous: Set by an engine whose VAE ranks do not all run the pipeline.
         on_decision: Told of every decision, also repeated ones.
         lock: One call at a time: diffusers keeps a call's cache on the module.
     """
 
-    def __init__(self, groups: VaeGroups, mode: VaeParallelMode, broadcast_decode: bool):
+    def __init__(self, groups: VaeGroups, mode: VaeParallelMode, broadcast_decode: bool, placement: object = None):
         self.groups = groups
+        self.placement = placement
         self.mode = mode
         self.broadcast_decode = broadcast_decode
         self.executor = DistributedVaeExecutor(groups)
         self.stoppable = False
         self.rendezvous: Rendezvous | None = None
+        self.alike: Communicator | None = None
         self.on_decision: Callable[[Decision], None] | None = None
         self.lock = threading.RLock()
         self._logged: set[Decision] = set()
@@ -58,6 +62,13 @@ class ParallelState:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+    def callers(self, operation: Operation) -> Communicator | None:
+        """The ranks that call with an input of their own and must agree before anything is decided, if several."""
+        if self.rendezvous is not None:
+            return self.alike
+        broadcast = operation is Operation.ENCODE or self.broadcast_decode
+        return self.groups.domain if broadcast else self.groups.work
 
     @property
     def size(self) -> int:

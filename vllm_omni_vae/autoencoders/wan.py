@@ -47,18 +47,19 @@ class WanSpec(FamilySpec):
         if operation is Operation.DECODE:
             return
         frames, height, width = shape[-3:]
-        ratio = _time_ratio(vae)
-        if (frames - 1) % ratio:
-            below = (frames - 1) // ratio * ratio + 1
+        step = _frame_step(vae)
+        if (frames - 1) % step:
+            below = (frames - 1) // step * step + 1
             raise GeometryError(
-                f"{self.name} encodes 1 + {ratio}k frames and would ignore the rest of {frames}; "
-                f"give {below} or {below + ratio}"
+                f"{self.name} encodes 1 + {step}k frames and would ignore the rest of {frames}; "
+                f"give {below} or {below + step}"
             )
         smallest = vae.spatial_compression_ratio
-        if min(height, width) < smallest or height % _patch(vae) or width % _patch(vae):
+        unit = smallest if vae.config.is_residual else _patch(vae)
+        if min(height, width) < smallest or height % unit or width % unit:
             raise GeometryError(
                 f"{self.name} cannot encode {height}x{width} pixels: both must be at least {smallest} "
-                f"and multiples of {_patch(vae)}"
+                f"and multiples of {unit}"
             )
 
     def seen_extents(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -69,7 +70,7 @@ class WanSpec(FamilySpec):
     def network_calls(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> int:
         if operation is Operation.DECODE:
             return extents[0]
-        return AxisScale(down=_time_ratio(vae), causal=True).length(extents[0])
+        return AxisScale(down=_frame_step(vae), causal=True).length(extents[0])
 
     def channels(self, vae: Vae, operation: Operation) -> int:
         return int(2 * vae.config.z_dim if operation is Operation.ENCODE else vae.config.out_channels)
@@ -77,7 +78,7 @@ class WanSpec(FamilySpec):
     def encode_tile(self, vae: Vae, x: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
         vae.clear_cache()
         moments = []
-        cuts = _cuts(x.shape[2], chunk * _time_ratio(vae))
+        cuts = _cuts(x.shape[2], chunk * _frame_step(vae))
         for done, (start, stop) in enumerate(cuts):
             between(done, len(cuts))
             vae._enc_conv_idx = [0]
@@ -126,11 +127,18 @@ def _time_ratio(vae: Vae) -> int:
     return int(2 ** sum(map(bool, vae.config.temperal_downsample)))
 
 
+def _frame_step(vae: Vae) -> int:
+    """Frames that diffusers encodes at a time after the first; what is left over it would drop."""
+    return max(4, _time_ratio(vae))
+
+
 def _axis(vae: Vae, operation: Operation, axis: str) -> AxisTiling:
     size = getattr(vae, f"tile_sample_min_{axis}")
     stride = getattr(vae, f"tile_sample_stride_{axis}")
     ratio = vae.spatial_compression_ratio
     inner = ratio // _patch(vae)
+    if not (isinstance(size, int) and isinstance(stride, int)):
+        raise GeometryError(f"tile {axis} size {size!r} and stride {stride!r} must be whole pixels")
     if operation is Operation.ENCODE:
         return AxisTiling(size, stride, AxisScale(down=inner), minimum=inner)
     for name, value in (("size", size), ("stride", stride)):

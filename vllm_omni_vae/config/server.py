@@ -53,7 +53,7 @@ class ServerConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         for name in ("media_ttl", "max_queued_jobs", "max_upload_bytes", "max_pixels", "max_frames", "job_timeout"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; give a number above 0")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigurationError("ssl_keyfile and ssl_certfile go together; one of them is missing")

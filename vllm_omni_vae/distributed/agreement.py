@@ -79,8 +79,8 @@ def fingerprint(x: torch.Tensor) -> tuple[int, int]:
     """Exact sums over the bits of about a million regular samples: two people's pictures do not share them."""
     step = max(1, int((x.numel() / 2**20) ** 0.5))
     sample = x.detach()[..., ::step, ::step].contiguous()
-    bits = sample.view(_BITS[sample.element_size()]).to(torch.int64)
-    place = torch.arange(1, bits.shape[-1] + 1, device=x.device)
+    bits = sample.view(_BITS[sample.element_size()]).to(torch.int64).flatten()
+    place = torch.arange(1, bits.numel() + 1, device=x.device)
     return int(bits.sum()), int((bits * place).sum())
 
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -178,42 +178,49 @@ class TorchCommunicator(Communicator):
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+            del group
+            gc.collect()
 
     def renew(self) -> None:
         if self._group is None:
             self._group = dist.new_group(self._global, use_local_synchronization=True)
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        batch = [dist.P2POp(dist.isend, tensor, self._global[peer], self.group) for peer, tensor in sends]
-        batch += [dist.P2POp(dist.irecv, tensor, self._global[peer], self.group) for peer, tensor in receives]
-        with _losing_peers():
-            for work in dist.batch_isend_irecv(batch):
+        def batch() -> None:
+            messages = [dist.P2POp(dist.isend, tensor, self._global[peer], self.group) for peer, tensor in sends]
+            messages += [dist.P2POp(dist.irecv, tensor, self._global[peer], self.group) for peer, tensor in receives]
+            for work in dist.batch_isend_irecv(messages):
                 work.wait()
+
+        self._or_lose(batch)
 
     def _all_gather(self, piece: torch.Tensor) -> torch.Tensor:
         pieces = [torch.empty_like(piece) for _ in range(self.size)]
-        with _losing_peers():
-            dist.all_gather(pieces, piece, group=self.group)
+        self._or_lose(lambda: dist.all_gather(pieces, piece, group=self.group))
         return torch.stack(pieces)
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
-        with _losing_peers():
-            dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
+        reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        self._or_lose(lambda: dist.all_reduce(tensor, reduction, group=self.group))
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        with _losing_peers():
-            dist.broadcast(tensor, self._global[src], group=self.group)
+        self._or_lose(lambda: dist.broadcast(tensor, self._global[src], group=self.group))
 
+    def _or_lose(self, call: Callable[[], object]) -> None:
+        """Make ``call``. When it breaks off abandon the group, so that the ranks that wait for this one hear of it too.
 
-@contextlib.contextmanager
-def _losing_peers() -> Iterator[None]:
-    """Backends say in their own ways that a peer is gone, all of them by RuntimeError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, PeerLostError):
+        Backends say in their own ways that a peer is gone, all of them by RuntimeError. It is raised anew after its
+        traceback is gone: that would keep the group's connections open.
+        """
+        try:
+            call()
+            return
+        except PeerLostError:
             raise
-        raise PeerLostError(f"an exchange with the other ranks broke off: {error}") from None
+        except RuntimeError as error:
+            reason = str(error)
+        self.abandon()
+        raise PeerLostError(f"an exchange with the other ranks broke off: {reason}")
 
 
 def _control_device(group: dist.ProcessGroup) -> torch.device:

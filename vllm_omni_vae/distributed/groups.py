@@ -22,7 +22,7 @@ class VaeGroups:
     Attributes:
         work: The ranks that share the work, or None on a rank outside of them.
         domain: All ranks that call the VAE; a broadcast result reaches all of these.
-        workers: The working ranks as ranks of ``domain``, in the order of their ranks in ``work``.
+        workers: The working ranks as ranks of ``domain``, ascending; their order in ``work``.
         halo: The working ranks once more, for messages in the middle of the work, which a rank that fails abandons so
             that nobody waits for it; None where ``work`` serves for these too.
         output: Index into ``workers`` of the rank that owns a result which is not broadcast.
@@ -44,7 +44,7 @@ class VaeGroups:
             size: Ranks that share the work. More than there are fall back to all of them, with one warning.
             group: None: the first ``size`` ranks of the world. A process group: its first ``size`` ranks; only its
                 members call. A sequence of global ranks: these work, and every rank of the world calls.
-            output_rank: Rank, within the working ranks, that owns decoded samples.
+            output_rank: Place, in the working ranks as they were given, of the one that owns decoded samples.
 
         Raises:
             ConfigurationError: torch.distributed is not initialised, or the ranks asked for do not exist.
@@ -70,6 +70,8 @@ class VaeGroups:
             raise ConfigurationError(
                 f"output_rank {output_rank} is not one of the {len(workers)} VAE ranks, counted from 0"
             )
+        owner = workers[output_rank]
+        workers = sorted(workers, key=domain.index)
         everyone = domain == world
         whole = TorchCommunicator(_new_group(domain, everyone))
         inside = dist.get_rank() in workers
@@ -77,7 +79,7 @@ class VaeGroups:
         if everyone or inside:
             groups = [_new_group(workers, everyone) for _ in range(2)]
             halo, work = (TorchCommunicator(group) if inside else None for group in groups)
-        return cls(work, whole, tuple(domain.index(rank) for rank in workers), output_rank, halo)
+        return cls(work, whole, tuple(domain.index(rank) for rank in workers), workers.index(owner), halo)
 
 
 def _new_group(ranks: list[int], everyone: bool) -> dist.ProcessGroup:

@@ -38,6 +38,8 @@ class LocalWorld:
         Raises:
             Exception: the error of the lowest rank that failed on its own account, else a rank's `DeadlockError`.
         """
+        self._waiting, self._returned, self._stuck = {}, set(), None
+        self._mail, self._steps = defaultdict(deque), defaultdict(dict)
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 

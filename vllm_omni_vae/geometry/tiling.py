@@ -105,7 +105,7 @@ class AxisTiling:
     @property
     def blend(self) -> int:
         """Output units over which neighbouring tiles are blended."""
-        return 0 if self.size is None else (self.size - self.stride) * self.scale.up // self.scale.down
+        return 0 if self.size is None else self.scale.length(self.size) - self.keep
 
     def windows(self, extent: int) -> tuple[Window, ...]:
         """Cut ``extent`` input units into windows; their kept outputs cover the whole output exactly once.

@@ -90,6 +90,7 @@ class RankWorker:
                 continue
             state.stoppable = True
             if rank < dit:
+                state.alike = self._denoisers
                 state.rendezvous = LeaderRendezvous(place, state.groups.domain, self._control, len(led) > 1)
 
     def _finish(self, model: loader.LoadedModel, run: Run) -> Finished:
