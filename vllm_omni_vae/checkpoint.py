@@ -133,10 +133,11 @@ def _unreachable(model: str, error: OSError) -> ConfigurationError:
 
 
 def _pipeline_class(index: Path) -> str:
+    from .pipelines.profile import index_class
+
     try:
-        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+        return index_class(json.loads(index.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {index}: {error}") from None
     except (KeyError, TypeError):
         raise ConfigurationError(f"{index} names no pipeline: it has no _class_name") from None
-    return str(name[-1] if isinstance(name, list) else name)

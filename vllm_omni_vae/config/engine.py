@@ -80,6 +80,10 @@ class EngineConfig:
         for name in ("worker_timeout", "startup_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; give seconds above 0")
+        if self.parallel.vae_patch_parallel_size == 1 and not self.vae.vae_use_tiling:
+            for name in ("vae_tile_size", "vae_tile_stride"):
+                if getattr(self.vae, name) is not None:
+                    raise ConfigurationError(f"{name} does nothing without tiling; add vae_use_tiling")
         if self.parallel.vae_patch_parallel_size > 1 and self.vae.vae_use_tiling is False:
             mode = self.parallel.vae_parallel_mode
             if mode in (VaeParallelMode.TILE, VaeParallelMode.AUTO):

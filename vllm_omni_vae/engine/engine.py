@@ -14,10 +14,12 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from .. import checkpoint
 from ..config import EngineConfig
-from ..errors import Cancelled, ConfigurationError, EngineError
-from ..pipelines.request import ComponentReport, GenerationRequest, GenerationResult
+from ..errors import Cancelled, ConfigurationError, EngineError, RequestError
+from ..pipelines.request import RANGES, ComponentReport, GenerationRequest, GenerationResult, Task
 from ..worker.messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, StageProgress
 from ..worker.multiproc import WorkerGroup
 from .api import Health, JobEvent, JobHandle, Listener, Progress, Started
@@ -90,6 +92,7 @@ class Engine:
         for name in ("boundary_ratio", "flow_shift"):
             if getattr(config, name) is not None:
                 self._defaults[name] = getattr(config, name)
+        self._check_defaults()
         self._done = 0
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -103,6 +106,22 @@ class Engine:
         for end in (self._wake_out, self._wake_in):
             end.setblocking(False)
         self._thread = threading.Thread(target=self._supervise, name="engine", daemon=True)
+
+    def _check_defaults(self) -> None:
+        """Refuse operator's defaults that would make every request that relies on them fail.
+
+        Raises:
+            ConfigurationError: an unknown field, or a value that the model cannot make.
+        """
+        unknown = sorted(set(self._defaults) - set(RANGES) - {"negative_prompt"})
+        if unknown:
+            known = ", ".join(sorted({*RANGES, "negative_prompt"}))
+            raise ConfigurationError(f"default_sampling_params has no field {', '.join(unknown)}; it has {known}")
+        pictures = () if Task.TEXT_TO_VIDEO in self.card.tasks else (np.zeros((1, 1, 3), np.uint8),)
+        try:
+            self.resolve(GenerationRequest(prompt="", images=pictures))
+        except RequestError as error:
+            raise ConfigurationError(f"default_sampling_params: {error}") from None
 
     def start(self) -> None:
         """Start the ranks and return when all have loaded.

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..config import DiffusionParallelConfig, EngineConfig
-from ..config.flags import pick
+from ..config.flags import flags, pick
 from ..config.vae import VaeConfig
 from ..errors import ConfigurationError
 from ..pipelines.request import Frames, GenerationRequest, GenerationResult
@@ -23,7 +23,7 @@ class Omni:
     >>> with Omni(model="ckpt", parallel_config=DiffusionParallelConfig(vae_patch_parallel_size=2)) as omni:
     ...     clip = omni.generate("a boat on a calm lake", width=96, height=96, num_frames=9)  # doctest: +SKIP
 
-    Call it from under ``if __name__ == "__main__"`` is not needed: ranks do not import the caller's module.
+    Ranks are processes that do not import the caller's module, so no ``if __name__ == "__main__"`` is needed.
 
     Args:
         model: Folder or hub name of a diffusers checkpoint.
@@ -36,7 +36,7 @@ class Omni:
     """
 
     def __init__(self, model: str, parallel_config: DiffusionParallelConfig | None = None, **settings: Any):
-        known = {field.name for config in (EngineConfig, VaeConfig) for field in dataclasses.fields(config)}
+        known = {flag.name for flag in flags((EngineConfig, VaeConfig))}
         unknown = sorted(set(settings) - known)
         if unknown:
             raise ConfigurationError(f"Omni has no setting {', '.join(unknown)}; it has {', '.join(sorted(known))}")
@@ -49,7 +49,7 @@ class Omni:
                 vae=pick(VaeConfig, settings),
             )
         )
-        self._made = 0
+        self._ids = itertools.count(1)
         self._engine.start()
 
     def generate(
@@ -72,8 +72,7 @@ class Omni:
         """
         pictures = tuple(_pixels(picture) for picture in ([image] if image is not None else images))
         request = self._engine.resolve(GenerationRequest(prompt=prompt, images=pictures, **fields))
-        self._made += 1
-        return self._engine.submit(request, job_id=f"offline-{self._made}").future.result()
+        return self._engine.submit(request, job_id=f"offline-{next(self._ids)}").future.result()
 
     def close(self) -> None:
         """End the ranks. Idempotent."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from ..autoencoders import distribute, distributed_class
 from ..config import DiffusionParallelConfig, VaeConfig
 from ..errors import UnsupportedError
 from .request import ComponentReport
+
+logger = logging.getLogger(__name__)
 
 
 def find_vaes(pipeline: Any) -> dict[str, Any]:
@@ -45,13 +48,20 @@ def _is_module(part: Any) -> bool:
 def set_up_vae(vae: Any, config: VaeConfig, parallel: DiffusionParallelConfig) -> None:
     """Apply the operator's tiling, slicing and tile geometry to one autoencoder.
 
+    One of no known family gets those switches that it has; what it has not is said in a warning.
+
     Raises:
         GeometryError: the tile size and stride cannot be used.
+        UnsupportedError: a tile length in time for a family that is not tiled in time.
     """
     if config.vae_use_slicing:
-        vae.enable_slicing()
-    shared = parallel.vae_ranks > 1
-    if config.vae_use_tiling or (shared and config.vae_use_tiling is None):
+        _switch_on(vae, "enable_slicing", "--vae-use-slicing")
+    family = distributed_class(vae)
+    if family is None:
+        if config.vae_use_tiling:
+            _switch_on(vae, "enable_tiling", "--vae-use-tiling")
+        return
+    if config.vae_use_tiling or (parallel.vae_ranks > 1 and config.vae_use_tiling is None):
         size, stride = config.vae_tile_size, config.vae_tile_stride
         for flag, extent in (("--vae-tile-size", size), ("--vae-tile-stride", stride)):
             if extent and extent.frames:
@@ -63,9 +73,14 @@ def set_up_vae(vae: Any, config: VaeConfig, parallel: DiffusionParallelConfig) -
             "tile_sample_stride_width": stride and stride.width,
         }
         vae.enable_tiling(**{name: value for name, value in chosen.items() if value})
-        family = distributed_class(vae)
-        if family:
-            family.spec.check_tiling(vae)
+        family.spec.check_tiling(vae)
+
+
+def _switch_on(vae: Any, method: str, flag: str) -> None:
+    if hasattr(vae, method):
+        getattr(vae, method)()
+    else:
+        logger.warning("%s does nothing for %s, which has no %s", flag, type(vae).__name__, method)
 
 
 def distribute_vaes(

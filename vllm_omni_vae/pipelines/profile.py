@@ -8,10 +8,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, RequestError
-from .request import GenerationRequest, ModelCard, Task
+from .request import RANGES, GenerationRequest, ModelCard, Task
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigurationError(f"{path} holds no JSON object; is this a complete diffusers checkpoint?")
     return value
+
+
+def index_class(index: Mapping[str, Any]) -> str:
+    """The pipeline class that a ``model_index.json`` names; one that brings its module along is named last."""
+    name = index["_class_name"]
+    return str(name[-1] if isinstance(name, list) else name)
 
 
 class PipelineProfile(ABC):
@@ -73,7 +80,7 @@ class PipelineProfile(ABC):
         """
 
     def resolve(
-        self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = {}
+        self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> GenerationRequest:
         """Return ``request`` with every open value filled in, or refuse it.
 
@@ -100,9 +107,13 @@ class PipelineProfile(ABC):
                 if value is not None:
                     filled[field.name] = value
         request = dataclasses.replace(request, **filled)
+        for name in RANGES:
+            _check_kind(name, getattr(request, name))
         for name in ("width", "height"):
             _check_multiple(name, getattr(request, name), card.spatial_multiple)
         _check_frames(request.num_frames, card.temporal_ratio)
+        for name in RANGES:
+            _check_range(name, getattr(request, name))
         unknown = sorted(set(request.extra_params) - self.extra_params)
         if unknown:
             raise RequestError(
@@ -121,6 +132,23 @@ class PipelineProfile(ABC):
                         status=400,
                     )
         return request
+
+
+def _check_kind(name: str, value: Any) -> None:
+    kinds = (int,) if RANGES[name].whole else (int, float)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+        raise _out_of_range(name, value)
+
+
+def _check_range(name: str, value: Any) -> None:
+    if value is not None and not RANGES[name].low <= value <= RANGES[name].high:
+        raise _out_of_range(name, value)
+
+
+def _out_of_range(name: str, value: Any) -> RequestError:
+    allowed = RANGES[name]
+    kind = "a whole number" if allowed.whole else "a number"
+    return RequestError(f"{name} is {value!r}; give {kind} from {allowed.low:g} to {allowed.high:g}", param=name)
 
 
 def _check_multiple(name: str, value: int | None, multiple: int) -> None:

@@ -30,6 +30,30 @@ class Stage(StrEnum):
     EXPORT = "export"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Values that a request field may have, both ends included; ``whole``: integers only."""
+
+    low: int | float
+    high: int | float
+    whole: bool = True
+
+
+RANGES: Mapping[str, Range] = {
+    "width": Range(1, 16_384),
+    "height": Range(1, 16_384),
+    "num_frames": Range(1, 1_000_000),
+    "fps": Range(1, 120),
+    "num_inference_steps": Range(1, 200),
+    "guidance_scale": Range(0, 20, whole=False),
+    "guidance_scale_2": Range(0, 20, whole=False),
+    "boundary_ratio": Range(0, 1, whole=False),
+    "flow_shift": Range(0.01, 100, whole=False),
+    "seed": Range(0, 2**63 - 1),
+}
+"""The numbers of a `GenerationRequest`, for every way in: HTTP, offline and the operator's defaults."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One clip to make. None means "the model's default"; `PipelineProfile.resolve` fills these in.

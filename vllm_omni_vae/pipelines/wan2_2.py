@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import lcm
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .profile import PipelineProfile, read_json
+from ..errors import ConfigurationError, RequestError
+from .profile import PipelineProfile, index_class, read_json
 from .request import GenerationRequest, ModelCard, SamplingDefaults, Task
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _TEXT, _IMAGE = "WanPipeline", "WanImageToVideoPipeline"
 _PIPELINE_MULTIPLE = 16
+_MAX_TOKENS = 512
 
 
 class WanProfile(PipelineProfile):
@@ -30,14 +33,17 @@ class WanProfile(PipelineProfile):
 
     def card(self, folder: Path) -> ModelCard:
         index = read_json(folder / "model_index.json")
+        if not (index.get("vae") or [None])[0]:
+            raise ConfigurationError(f"{folder} names no vae in its model_index.json; is this a complete checkpoint?")
         vae = read_json(folder / "vae" / "config.json")
         both = bool(index.get("expand_timesteps"))
-        image = index["_class_name"] == _IMAGE
-        experts = len(_denoisers(folder, index))
-        patch = _denoisers(folder, index)[0].get("patch_size", (1, 2, 2))
+        image = index_class(index) == _IMAGE
+        denoisers = _denoisers(folder, index)
+        experts = len(denoisers)
+        patch = denoisers[0].get("patch_size", (1, 2, 2))
         ratio = 2 ** sum(map(bool, vae.get("temperal_downsample", (False, True, True))))
         return ModelCard(
-            pipeline_class=index["_class_name"],
+            pipeline_class=index_class(index),
             tasks=frozenset(Task) if both else frozenset({Task.IMAGE_TO_VIDEO if image else Task.TEXT_TO_VIDEO}),
             spatial_multiple=lcm(_PIPELINE_MULTIPLE, vae.get("scale_factor_spatial", 8) * patch[1]),
             temporal_ratio=ratio,
@@ -55,12 +61,33 @@ class WanProfile(PipelineProfile):
             found.append("--cfg-parallel-size: diffusers runs Wan's guidance branches one after the other on each rank")
         if parallel.ring_degree > 1 and parallel.ulysses_degree > 1:
             found.append("--ring-degree together with --ulysses-degree: choose one of them for Wan")
+        if parallel.use_hsdp and parallel.dit_world_size == 1:
+            found.append("--use-hsdp: there is one denoiser rank, so nothing is sharded; give --hsdp-shard-size")
         if parallel.use_hsdp and parallel.ulysses_degree * parallel.ring_degree > 1:
             found.append("--use-hsdp together with sequence parallelism: not available for Wan; choose one of them")
         experts = len(_denoisers(folder, index))
         if config.boundary_ratio is not None and experts < 2:
             found.append("--boundary-ratio: this checkpoint has one expert, so there is no boundary")
         return found
+
+    def resolve(
+        self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> GenerationRequest:
+        request = super().resolve(request, card, defaults)
+        looked_at = 1 if len(card.tasks) > 1 else 2
+        if len(request.images) > looked_at:
+            raise RequestError(
+                f"{len(request.images)} reference images were given; this model looks at {looked_at} at most",
+                param="input_reference",
+                code="too_many_images",
+            )
+        length = request.extra_params.get("max_sequence_length", 1)
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= _MAX_TOKENS:
+            raise RequestError(
+                f"extra_params max_sequence_length is {length!r}; give a whole number from 1 to {_MAX_TOKENS}",
+                param="extra_params",
+            )
+        return request
 
     def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> torch.Tensor:
         pipeline = _for_task(pipeline, request.task)
@@ -69,7 +96,7 @@ class WanProfile(PipelineProfile):
         if request.guidance_scale_2 is not None:
             arguments["guidance_scale_2"] = request.guidance_scale_2
         if "max_sequence_length" in request.extra_params:
-            arguments["max_sequence_length"] = int(request.extra_params["max_sequence_length"])
+            arguments["max_sequence_length"] = request.extra_params["max_sequence_length"]
         with _schedule(pipeline, request):
             output = pipeline(
                 prompt=request.prompt,
@@ -87,6 +114,10 @@ class WanProfile(PipelineProfile):
 
 def _denoisers(folder: Path, index: dict[str, Any]) -> list[dict[str, Any]]:
     present = [name for name in WanProfile.denoisers if (index.get(name) or [None])[0]]
+    if not present:
+        raise ConfigurationError(
+            f"{folder} names no transformer in its model_index.json; is this a complete checkpoint?"
+        )
     return [read_json(folder / name / "config.json") for name in present]
 
 

@@ -13,10 +13,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..errors import RequestError
-from ..pipelines.request import GenerationRequest
+from ..pipelines.request import RANGES, GenerationRequest
 from .reference import ReferenceFit
 
-MAX_SIDE = 16_384
 MAX_PROMPT = 32_000
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
@@ -61,10 +60,13 @@ def _image_source(value: Any) -> Any:
     return value
 
 
+def _within(name: str) -> Any:
+    return Field(ge=RANGES[name].low, le=RANGES[name].high)
+
+
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-Guidance = Annotated[Number, Field(ge=0, le=20)]
-Side = Annotated[Integer, Field(ge=1, le=MAX_SIDE)]
+Guidance = Annotated[Number, _within("guidance_scale")]
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT, pattern=r"\S")]
 ImageSource = Annotated[bytes | str, BeforeValidator(_image_source)]
 
@@ -96,18 +98,18 @@ class VideoForm(BaseModel):
     input_reference: ImageSource | None = None
     image_reference: ImageSource | None = None
     video_reference: Any = None
-    width: Side | None = None
-    height: Side | None = None
-    num_frames: Annotated[Integer, Field(ge=1)] | None = None
-    fps: Annotated[Integer, Field(ge=1, le=120)] | None = None
+    width: Annotated[Integer, _within("width")] | None = None
+    height: Annotated[Integer, _within("height")] | None = None
+    num_frames: Annotated[Integer, _within("num_frames")] | None = None
+    fps: Annotated[Integer, _within("fps")] | None = None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT)] | None = None
-    num_inference_steps: Annotated[Integer, Field(ge=1, le=200)] | None = None
+    num_inference_steps: Annotated[Integer, _within("num_inference_steps")] | None = None
     guidance_scale: Guidance | None = None
     guidance_scale_2: Guidance | None = None
     true_cfg_scale: Guidance | None = None
-    boundary_ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
-    flow_shift: Annotated[Number, Field(gt=0, le=100)] | None = None
-    seed: Annotated[Integer, Field(ge=0, lt=2**63)] | None = None
+    boundary_ratio: Annotated[Number, _within("boundary_ratio")] | None = None
+    flow_shift: Annotated[Number, _within("flow_shift")] | None = None
+    seed: Annotated[Integer, _within("seed")] | None = None
     extra_params: Annotated[dict[str, Any], BeforeValidator(_json_value)] = Field(default_factory=dict)
     user: str | None = None
 

@@ -99,7 +99,7 @@ def _check_modes(folder: Path, config: EngineConfig) -> None:
     """Refuse a mode before any weight is read."""
     kinds = _vae_entries(folder).values()
     for family in FAMILIES:
-        if config.parallel.vae_ranks > 1 and family.spec.base_class in kinds:
+        if family.spec.base_class in kinds:
             check_mode(family.spec, config.parallel.vae_parallel_mode)
 
 
