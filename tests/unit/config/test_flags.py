@@ -125,7 +125,7 @@ def words_of(flag: Flag, value: Any) -> list[str]:
 
 @given(
     st.fixed_dictionaries(
-        {},
+        {"vae_use_tiling": st.just(True)},
         optional={
             "vae_patch_parallel_size": st.integers(1, 8),
             "vae_parallel_mode": st.sampled_from(VaeParallelMode),
@@ -133,7 +133,6 @@ def words_of(flag: Flag, value: Any) -> list[str]:
             "tensor_parallel_size": st.integers(1, 4),
             "ulysses_degree": st.integers(1, 4),
             "use_hsdp": st.booleans(),
-            "vae_use_tiling": st.sampled_from([True, None]),
             "vae_use_slicing": st.booleans(),
             "vae_tile_size": st.builds(TileExtent, st.integers(1, 999), st.integers(1, 999)),
             "vae_tile_stride": st.builds(TileExtent, st.integers(1, 999), st.integers(1, 999), st.integers(1, 9)),
@@ -155,6 +154,14 @@ def test_pick_leaves_other_names_alone() -> None:
     assert pick(DiffusionParallelConfig, values) == DiffusionParallelConfig(vae_patch_parallel_size=2)
     assert pick(VaeConfig, values) == VaeConfig(vae_use_slicing=True)
     assert pick(ServerConfig, values).port == 1
+
+
+@pytest.mark.parametrize("flag", ["--vae-tile-size", "--vae-tile-stride"])
+def test_a_tile_geometry_without_tiles_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigurationError, match="does nothing without tiling"):
+        engine_config("m", parse(flag, "64x64"))
+    assert engine_config("m", parse(flag, "64x64", "--vae-patch-parallel-size", "2")).vae is not None
+    assert engine_config("m", parse(flag, "64x64", "--vae-use-tiling")).vae.vae_use_tiling
 
 
 def test_what_contradicts_is_refused_when_all_is_known() -> None:
