@@ -10,7 +10,7 @@ RUN := $(BIN)/python tools/no_leftovers.py
 PYTEST := $(RUN) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-unit check format clean
+.PHONY: help env demo bench test test-unit check docs format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,14 +24,21 @@ demo: env ## generate a clip on two ranks with a tiny model, and compare it with
 test: env ## run every test that this machine can run; ARGS="-k name" chooses some
 	@$(PYTEST) $(ARGS)
 
+bench: env ## time a Wan VAE on several ranks against one; ARGS="--config wan2.1" takes the real channels
+	@$(RUN) $(BIN)/python -m benchmarks.wan_tiles $(ARGS)
+
 test-unit: env ## run the tests that start no server and no process group
 	@$(PYTEST) -m "not distributed and not vllm and not e2e and not slow" $(ARGS)
 
-check: env ## lint, formatting, types and layers
+check: env ## lint, formatting, types, layers and generated pages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tools/generate_docs.py --check
+
+docs: env ## write docs/generated anew from the code
+	@$(BIN)/python tools/generate_docs.py
 
 format: env ## apply what `check` would ask for, where that can be done by a program
 	@$(BIN)/ruff check --fix .

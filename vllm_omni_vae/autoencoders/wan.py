@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
+from ..config import VaeParallelMode
 from ..errors import GeometryError
 from ..geometry import AxisScale, AxisTiling
 from .mixin import DistributedVaeMixin
@@ -21,6 +22,7 @@ class WanSpec(FamilySpec):
     """
 
     name = "AutoencoderKLWan"
+    modes = frozenset(VaeParallelMode)
     attends = True
 
     @property

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the pages of ``docs/generated`` from the code that they describe.
+
+    python tools/generate_docs.py [--check]
+
+With ``--check`` nothing is written; the exit code is 1 and the stale pages are named when the code has moved on. The
+same code gives the same bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_omni_vae.autoencoders import FAMILIES, Operation
+from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig, VaeParallelMode
+from vllm_omni_vae.config.flags import CONFIGS, Flag, flags
+from vllm_omni_vae.pipelines.profile import PipelineProfile
+from vllm_omni_vae.pipelines.registry import find_profile, registered
+from vllm_omni_vae.pipelines.request import ModelCard, Task
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "generated"
+WIDTH = 120
+NOTE = "<!-- Written by tools/generate_docs.py; `make docs` writes it anew. -->"
+
+PROMISES: Mapping[VaeParallelMode, str] = {
+    VaeParallelMode.TILE: "bit-equal to diffusers' own tiles of the same size and stride on one rank",
+    VaeParallelMode.AUTO: "what the strategy promises that it takes; a family with `tile` alone takes `tile`",
+    VaeParallelMode.SPATIAL_SHARD_HEIGHT: "equal to the un-tiled result on one rank up to the order of additions",
+    VaeParallelMode.SPATIAL_SHARD_WIDTH: "equal to the un-tiled result on one rank up to the order of additions",
+    VaeParallelMode.SPATIAL_SHARD_GRID: "equal to the un-tiled result on one rank up to the order of additions",
+    **dict.fromkeys(
+        (
+            VaeParallelMode.SPATIAL_SHARD_HEIGHT,
+            VaeParallelMode.SPATIAL_SHARD_WIDTH,
+            VaeParallelMode.SPATIAL_SHARD_GRID,
+        ),
+        "equal to the un-tiled result on one rank, up to the order in which floats are added",
+    ),
+}
+"""What a mode promises; shown once some family has it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Release:
+    """A released kind of checkpoint: as much of its JSON files as a profile reads.
+
+    Attributes:
+        name: What people call it.
+        index: ``model_index.json``.
+        configs: ``config.json`` of components.
+    """
+
+    name: str
+    index: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+
+
+_DENOISER = ["diffusers", "WanTransformer3DModel"]
+_VAE = ["diffusers", "AutoencoderKLWan"]
+_ONE = {"vae": _VAE, "transformer": _DENOISER, "transformer_2": [None, None]}
+_TWO = {"vae": _VAE, "transformer": _DENOISER, "transformer_2": _DENOISER}
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {"vae": {}, "transformer": {}, "transformer_2": {}}
+
+RELEASES: tuple[Release, ...] = (
+    Release("Wan 2.1 text to video", {"_class_name": "WanPipeline", **_ONE}, _CONFIGS),
+    Release("Wan 2.1 image to video", {"_class_name": "WanImageToVideoPipeline", **_ONE}, _CONFIGS),
+    Release("Wan 2.2 A14B text to video", {"_class_name": "WanPipeline", **_TWO}, _CONFIGS),
+    Release("Wan 2.2 A14B image to video", {"_class_name": "WanImageToVideoPipeline", **_TWO}, _CONFIGS),
+    Release(
+        "Wan 2.2 TI2V-5B",
+        {"_class_name": "WanPipeline", **_ONE, "expand_timesteps": True},
+        {**_CONFIGS, "vae": {"scale_factor_spatial": 16}},
+    ),
+)
+
+SETTINGS: tuple[Mapping[str, Any], ...] = (
+    {"ulysses_degree": 2},
+    {"ring_degree": 2},
+    {"ulysses_degree": 2, "ring_degree": 2},
+    {"use_hsdp": True, "hsdp_shard_size": 2},
+    {"use_hsdp": True, "hsdp_shard_size": 2, "ulysses_degree": 2},
+    {"tensor_parallel_size": 2},
+    {"cfg_parallel_size": 2},
+)
+"""Ways to spread the denoiser that the page asks every profile about."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check every page and return the exit code."""
+    parser = argparse.ArgumentParser(description="Write docs/generated from the code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail and name the pages that are stale")
+    check = parser.parse_args(argv).check
+    stale = [page for name in WRITERS if not _is_current(page := PAGES / name, WRITERS[name]())]
+    for page in stale:
+        if check:
+            print(f"{page.relative_to(ROOT)} is stale; run `make docs`", file=sys.stderr)
+        else:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(WRITERS[page.name](), encoding="utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+    return int(check and bool(stale))
+
+
+def _is_current(page: Path, text: str) -> bool:
+    return page.is_file() and page.read_text(encoding="utf-8") == text
+
+
+def flags_page() -> str:
+    """The page of flags, one table for each configuration class."""
+    parts = [
+        NOTE,
+        "# Flags",
+        "Every flag of `vllm-omni-vae serve`. Under `vllm serve` those marked *vLLM's own* come from vLLM and mean the "
+        "same; the others are added by this package. From Python, the field of the same name with underscores takes "
+        "the value.",
+    ]
+    for config in CONFIGS:
+        summary = inspect.cleandoc(config.__doc__ or "").splitlines()[0]
+        rows = [_flag_row(flag) for flag in flags((config,))]
+        parts += [f"## {config.__name__}", summary, _table(("flag", "default", "meaning", "vLLM's own"), rows)]
+    return _page(parts)
+
+
+def _flag_row(flag: Flag) -> tuple[str, ...]:
+    first, *aliases = flag.spellings
+    names = [first, *([f"--no-{first[2:]}"] if _is_switch(flag) else []), *aliases]
+    meaning, _, default = flag.option.help.partition(" Default: ")
+    if isinstance(flag.default, VaeParallelMode):
+        meaning += f" One of {', '.join(f'`{mode}`' for mode in VaeParallelMode)}."
+    return ", ".join(f"`{name}`" for name in names), default.rstrip(".") or _shown(flag.default), meaning, _mark(flag)
+
+
+def _is_switch(flag: Flag) -> bool:
+    return flag.type is bool or flag.type == (bool | None)
+
+
+def _mark(flag: Flag) -> str:
+    return "yes" if flag.option.shared else ""
+
+
+def _shown(default: Any) -> str:
+    if default in (None, (), {}):
+        return "none"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return " ".join(f"`{value}`" for value in default)
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def support_page() -> str:
+    """The page of what can be served and shared, and what is refused."""
+    return _page(
+        [
+            NOTE,
+            "# Support matrix",
+            "## VAE families",
+            "Refused means: once more than one rank is to share the VAE, the server, `Omni` and `distribute` end with "
+            "an error that names the modes there are.",
+            _families(),
+            "## What a mode promises",
+            _promises(),
+            "## Pipelines",
+            "Told from the JSON files of a checkpoint, so a fine-tuned one counts as what it was made from. Defaults "
+            "are used where neither the request nor `--default-sampling-params` says otherwise.",
+            _releases(),
+            "## Ranks of the denoiser",
+            "These divide the denoiser and go together with `--vae-patch-parallel-size`. What a pipeline cannot do is "
+            "refused at start-up, with the words below.",
+            _settings(),
+        ]
+    )
+
+
+def _families() -> str:
+    rows = []
+    for family in FAMILIES:
+        modes = ["yes" if mode in family.spec.modes else "refused" for mode in VaeParallelMode]
+        both = ["yes" for _ in Operation]  # a spec cannot be made without its function for each
+        rows.append((f"`{family.spec.base_class.__name__}`", f"`{family.__name__}`", *both, *modes))
+    names = (*Operation, *(f"`{mode}`" for mode in VaeParallelMode))
+    return _table(("diffusers class", "distributed class", *names), rows)
+
+
+def _promises() -> str:
+    had = {mode for family in FAMILIES for mode in family.spec.modes}
+    said = {mode: PROMISES[mode] if mode in had else "not there yet: no family has it" for mode in VaeParallelMode}
+    return _table(("mode", "promise"), [(f"`{mode}`", promise) for mode, promise in said.items()])
+
+
+def _releases() -> str:
+    rows = []
+    for release, profile, folder in _checkpoints():
+        card = profile.card(folder)
+        tasks = ", ".join(str(task).replace("-", " ") for task in Task if task in card.tasks)
+        usual = card.defaults
+        rows.append(
+            (
+                release.name,
+                f"`{card.pipeline_class}`",
+                tasks,
+                f"multiples of {card.spatial_multiple}",
+                f"1 + {card.temporal_ratio}k",
+                f"{usual.width}x{usual.height}",
+                f"{usual.num_frames} at {usual.fps} fps",
+                str(usual.num_inference_steps),
+                f"{usual.guidance_scale:g}",
+                ", ".join(f"`{name}`" for name in sorted(profile.extra_params)),
+            )
+        )
+    missing = set(registered()) - {release.index["_class_name"] for release in RELEASES}
+    if missing:
+        raise SystemExit(f"no release in {Path(__file__).name} has the pipeline class {', '.join(sorted(missing))}")
+    made = ("checkpoint", "pipeline class", "makes", "width and height", "frames")
+    defaults = [f"default {value}" for value in ("size", "frames", "steps", "guidance")]
+    return _table((*made, *defaults, "`extra_params`"), rows)
+
+
+def cards() -> dict[str, ModelCard]:
+    """What the profiles say of every release, by its name."""
+    return {release.name: profile.card(folder) for release, profile, folder in _checkpoints()}
+
+
+def _settings() -> str:
+    rows = []
+    for setting in SETTINGS:
+        config = EngineConfig(model="", parallel=DiffusionParallelConfig(**setting))
+        runs = "runs on accelerators; refused on the CPU" if config.parallel.ring_degree > 1 else "runs"
+        answers: dict[str, list[str]] = {}
+        for release, profile, folder in _checkpoints():
+            answers.setdefault("; ".join(profile.refusals(folder, config)) or runs, []).append(release.name)
+        alike = len(answers) == 1
+        shown = [answer if alike else f"{answer} ({', '.join(names)})" for answer, names in answers.items()]
+        rows.append((" ".join(map(_spelt, setting.items())), "<br>".join(shown)))
+    return _table(("flags", "answer"), rows)
+
+
+def _spelt(setting: tuple[str, Any]) -> str:
+    name, value = setting
+    flag = f"--{name.replace('_', '-')}"
+    return f"`{flag}`" if value is True else f"`{flag} {value}`"
+
+
+def _checkpoints() -> Iterator[tuple[Release, PipelineProfile, Path]]:
+    """Every release with its profile and a folder of its JSON files, which goes when the next one is asked for."""
+    for release in RELEASES:
+        profile = find_profile(release.index["_class_name"])
+        if profile is None:
+            raise SystemExit(f"{release.name}: no profile serves {release.index['_class_name']}")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "model_index.json").write_text(json.dumps(release.index))
+            for component, config in release.configs.items():
+                (folder / component).mkdir()
+                (folder / component / "config.json").write_text(json.dumps(config))
+            yield release, profile, folder
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _page(parts: Iterable[str]) -> str:
+    return "\n\n".join(part if part[0] in "|<" else textwrap.fill(part, WIDTH) for part in parts) + "\n"
+
+
+WRITERS: Mapping[str, Callable[[], str]] = {"flags.md": flags_page, "support_matrix.md": support_page}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
