@@ -219,7 +219,7 @@ class DistributedVaeMixin:
         if state.rendezvous:
             x = state.rendezvous.announce(operation, x)
         time, height, width = x.shape[-3:]
-        decision = self._decide(state, operation, (time, height, width))
+        decision = self.decide(state, operation, (time, height, width))
         facts: dict[str, object] = {"operation": operation.value, "weights": str(self.dtype)}
         if decision.sharded:
             return run_sharded(
@@ -247,7 +247,7 @@ class DistributedVaeMixin:
             "tiling": switches,
         }
 
-    def _decide(self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None) -> Decision:
+    def decide(self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None) -> Decision:
         """The strategy for extents ``seen`` by the tiled function; None where diffusers does not tile."""
         if seen is None:
             untiled = "not larger than one tile" if self.use_tiling else "tiling is switched off"
@@ -276,7 +276,7 @@ class DistributedVaeMixin:
             self.spec.check(self, operation, shape)
             tiled = self.spec.is_tiled(self, operation, shape)
             seen = self.spec.seen_extents(self, operation, shape) if tiled else None
-            state.note(self._decide(state, operation, seen))
+            state.note(self.decide(state, operation, seen))
             try:
                 yield
             except BaseException:

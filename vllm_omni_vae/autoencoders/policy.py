@@ -69,8 +69,9 @@ class Decision:
             return f"{self.operation}: direct ({self.reason})"
         if self.sharded:
             ranks = "x".join(map(str, self.rank_grid))
+            frames = f"{self.chunk} latent frame" + "s" * (self.chunk > 1)
             return (
-                f"{self.operation}: {self.strategy} on {ranks} ranks (height x width), {self.chunk} latent frames "
+                f"{self.operation}: {self.strategy} on {ranks} ranks (height x width), {frames} "
                 f"at a time, imbalance {self.imbalance:.2f} ({self.reason})"
             )
         grid = "x".join(map(str, self.grid))

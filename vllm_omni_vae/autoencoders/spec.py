@@ -138,4 +138,6 @@ class FamilySpec(ABC):
 def output_dtype(x: torch.Tensor) -> torch.dtype:
     """Type of what an autoencoder makes of ``x``: its own, or autocast's where that is on."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)

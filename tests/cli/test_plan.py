@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni-vae plan`: what it prints, draws and refuses."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vllm_omni_vae.autoencoders.cost import Forecaster
+from vllm_omni_vae.autoencoders.wan import WanSpec
+from vllm_omni_vae.cli.drawing import Panel, draw_text
+from vllm_omni_vae.cli.main import main
+from vllm_omni_vae.config import VaeParallelMode
+from vllm_omni_vae.errors import RankError, UnsupportedError
+
+SHARDS = ("spatial_shard_height", "spatial_shard_width", "spatial_shard_grid")
+ALL = ("direct", "tile", *SHARDS, "auto")
+FULL = ("plan", "wan2.1", "--height", "720", "--width", "1280", "--frames", "81", "--ranks", "8")
+SMALL = ("--height", "48", "--width", "64", "--frames", "5", "--ranks", "3")
+
+
+@pytest.fixture
+def every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WanSpec, "modes", frozenset(VaeParallelMode))
+
+
+@pytest.fixture
+def tiles_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WanSpec, "modes", frozenset({VaeParallelMode.TILE, VaeParallelMode.AUTO}))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Iterator[str]:
+    """A tiny Wan checkpoint without its weights."""
+    index = {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKLWan"], "boundary_ratio": None}
+    config = {"base_dim": 8, "z_dim": 4, "num_res_blocks": 1, "_class_name": "AutoencoderKLWan"}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    yield str(tmp_path)
+
+
+TILES = ("--tile-size", "32x32", "--tile-stride", "24x24")
+
+
+def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    main([*words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("every_mode")
+def test_a_full_size_decode_in_integers(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = _json(capsys, *FULL, "--operation", "decode")
+    assert {name: plan[name] for name in ("autoencoder", "ranks", "dtype", "weight_bytes")} == {
+        "autoencoder": "AutoencoderKLWan",
+        "ranks": 8,
+        "dtype": "bfloat16",
+        "weight_bytes": 2 * 126892531,
+    }
+    decode = plan["operations"]["decode"]
+    assert (decode["input"], decode["output"]) == ([1, 16, 21, 90, 160], [1, 3, 81, 720, 1280])
+    rows = decode["strategies"]
+    assert tuple(rows) == ALL
+    assert {row["status"] for row in rows.values()} == {"runs"}
+
+    tile = rows["tile"]
+    assert sum(tile["decision"]["tiles_per_rank"]) == len(tile["parts"][0]["owners"]) == 28
+    assert round(tile["coverage"], 2) == 1.65
+    assert round(tile["speed_up_limit"], 1) == 4.6
+    assert (tile["messages"], tile["bytes"]) == (7, 641986560)
+    assert sum(rank["network_calls"] for rank in tile["ranks"]) == 28 * 21
+
+    totals = {"work", "coverage", "redundant_share", "imbalance", "largest_share", "speed_up_limit", "peak_bytes"}
+    assert (
+        set(tile) == {"status", "reason", "decision", "messages", "bytes", "broadcast_bytes", "ranks", "parts"} | totals
+    )
+    flows = {f"{purpose}_{unit}" for purpose in ("halo", "attention", "result") for unit in ("messages", "bytes")}
+    counted = {"work", "messages", "bytes", "broadcast_bytes", "collectives", "network_calls", "halo_calls"}
+    assert set(tile["ranks"][0]) == flows | counted | {"peak_bytes"}
+
+    # One decode of an inner rank: 33 exchanges for each of 21 latent frames, and keys and values for 7 others.
+    # The halo of a causal convolution holds the rows of its two cached frames too: without them it would be 486 MB
+    # along the width, 860 MB along the height and 352 MB on the grid.
+    width, height, grid = (rows[name]["ranks"][1] for name in SHARDS[1::-1] + SHARDS[2:])
+    assert (width["halo_calls"], width["halo_messages"], width["halo_bytes"]) == (693, 1386, 742118400)
+    assert (height["halo_calls"], height["halo_messages"], height["halo_bytes"]) == (693, 1386, 1310515200)
+    assert (grid["halo_calls"], grid["halo_messages"], grid["halo_bytes"]) == (1386, 2079, 537849600)
+    assert (width["attention_messages"], width["attention_bytes"]) == (7 * 21, 406425600)
+    assert width["network_calls"] == 21
+    for name in SHARDS:
+        assert rows[name]["coverage"] == 1.0
+        assert rows[name]["peak_bytes"] < rows["tile"]["peak_bytes"] < rows["direct"]["peak_bytes"]
+    assert rows["auto"] == rows["spatial_shard_grid"] | {
+        "reason": rows["auto"]["reason"],
+        "decision": rows["auto"]["decision"],
+    }
+
+
+@pytest.mark.usefixtures("every_mode")
+def test_both_operations_of_a_checkpoint_as_text(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
+    main(["plan", checkpoint, *SMALL, *TILES])
+    text = capsys.readouterr().out
+    assert "encode: 1x3x5x48x64 to 1x4x2x6x8\n" in text
+    assert "decode: 1x4x2x6x8 to 1x3x5x48x64\n" in text
+    for name in ALL[:-1]:
+        assert text.count(f"\n{name} ") == 4  # what it costs and each rank's share, of both operations
+    assert text.count("auto takes spatial_shard_width on 1x3 ranks") == 2
+    assert text.count("tile: rank of each of 2x3 tiles") == 1
+    assert text.count("spatial_shard_height: 3x1 ranks") == 1
+
+
+@pytest.mark.usefixtures("tiles_only")
+def test_a_strategy_that_the_family_lacks_is_refused_and_not_counted(
+    capsys: pytest.CaptureFixture[str], checkpoint: str
+) -> None:
+    words = ("plan", checkpoint, *SMALL, *TILES, "--operation", "decode")
+    main(words)
+    text = capsys.readouterr().out
+    rows = _json(capsys, *words)["operations"]["decode"]["strategies"]
+    for name in SHARDS:
+        reason = f"AutoencoderKLWan cannot run vae_parallel_mode {name}; it has tile, auto"
+        assert rows[name] == {"status": "refused", "reason": reason}
+        assert f"refused: {reason}" in text
+    assert rows["auto"]["decision"]["strategy"] == "tile"
+    assert "auto takes tile 1x2x3 (time x height x width)" in text
+
+
+@pytest.mark.usefixtures("every_mode")
+def test_a_request_that_cannot_be_shared_falls_back(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
+    words = ("plan", checkpoint, "--height", "48", "--width", "64", "--frames", "1", "--operation", "decode")
+    rows = _json(capsys, *words, *TILES, "--ranks", "7")["operations"]["decode"]["strategies"]
+    assert rows["spatial_shard_height"] == {
+        "status": "falls back",
+        "reason": "to tile (spatial_shard_height: 6x8 latents cannot give each of 7 ranks a row or column)",
+    }
+    assert rows["spatial_shard_width"]["status"] == "runs"
+    rows = _json(capsys, *words, "--ranks", "2")["operations"]["decode"]["strategies"]
+    assert {rows[name]["status"] for name in ("tile", *SHARDS)} == {"falls back"}
+    assert rows["auto"]["decision"]["strategy"] == "direct"
+    assert len(rows["auto"]["ranks"]) == 2
+
+
+@pytest.mark.usefixtures("every_mode")
+def test_a_strategy_that_would_fail_says_why(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forecast(self: Forecaster, mode: VaeParallelMode, ranks: int) -> Any:
+        raise RankError(0, "UnsupportedError: too thin") from cause
+
+    monkeypatch.setattr(Forecaster, "forecast", forecast)
+    cause: Exception = UnsupportedError("too thin")
+    rows = _json(capsys, "plan", checkpoint, *SMALL, *TILES)["operations"]["encode"]["strategies"]
+    assert rows["auto"] == {"status": "fails", "reason": "too thin"}
+    cause = ZeroDivisionError()
+    with pytest.raises(SystemExit) as end:
+        main(["plan", checkpoint, *SMALL, *TILES])
+    assert end.value.code == 1
+
+
+@pytest.mark.usefixtures("every_mode")
+def test_the_drawing_has_a_colour_for_every_rank(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.drawing"
+    main(["plan", checkpoint, *SMALL, *TILES, "--operation", "encode", "--png", str(file)])
+    with Image.open(file) as image:
+        assert image.format == "PNG"
+        colours = image.convert("RGB").getcolors(2**16)
+    large = [colour for count, colour in colours if count > 1000 and colour not in ((255, 255, 255), (0, 0, 0))]
+    assert len(large) == 3
+
+
+def test_a_drawing_in_characters() -> None:
+    panel = Panel("two by two", ((0, 96), (96, 100)), ((0, 8), (8, 16)), (0, 1, 10, 0))
+    assert draw_text(panel).splitlines() == [
+        "two by two",
+        "    0    8",
+        "   +----+----+",
+        " 0 | 0  | 1  |",
+        "   +----+----+",
+        "96 | 10 | 0  |",
+        "   +----+----+",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "1"), "one rank has nobody to share with"),
+        (("--height", "0"), "--height is 0; it must be at least 1"),
+        (("--frames", "-1"), "--frames is -1"),
+        (("--frames", "6"), "would ignore the rest of 6; give 5 or 9"),
+        (("--frames", "6", "--operation", "decode"), "cannot decode to 6 frames of 48x64"),
+        (("--height", "50", "--operation", "decode"), "next to that is 5 frames of 48x64"),
+        (("--height", "4"), "too short"),
+        (("--tile-size", "16x16"), "larger than the tile size"),
+        (("--tile-size", "30x32", "--tile-stride", "24x24"), "tile size 30 is not a multiple"),
+        (("--vae-tile-size", "wide"), "'wide' is no tile extent"),
+        (("--tile-size", "32x32x8"), "is not tiled in time"),
+        (("--dtype", "int8"), "invalid choice: 'int8'"),
+        (("--operation", "all"), "invalid choice: 'all'"),
+        (("--png", "/no/such/folder/plan.png"), "cannot write /no/such/folder/plan.png: No such file"),
+    ],
+)
+@pytest.mark.usefixtures("tiles_only")
+def test_bad_input_is_refused(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, words: tuple[str, ...], message: str
+) -> None:
+    assert message in _refusal(capsys, "plan", checkpoint, *SMALL, *words)
+
+
+def test_a_model_that_cannot_be_planned_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "name one of the families wan2.1, " in _refusal(capsys, "plan", str(tmp_path), *SMALL)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "P", "vae": ["diffusers", "AutoencoderTiny"]}')
+    assert "no autoencoder that can be shared" in _refusal(capsys, "plan", str(tmp_path), *SMALL)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "P", "vae": ["diffusers", "AutoencoderKLWan"]}')
+    assert "is this a complete diffusers checkpoint?" in _refusal(capsys, "plan", str(tmp_path), *SMALL)
+    assert "the following arguments are required" in _refusal(capsys, "plan", "wan2.1")
+
+
+@pytest.mark.usefixtures("tiles_only")
+@pytest.mark.parametrize("family", ["wan2.2-a14b", "wan2.2-ti2v-5b"])
+def test_families_are_known_without_a_checkpoint(capsys: pytest.CaptureFixture[str], family: str) -> None:
+    size = ("--height", "704", "--width", "1280", "--frames", "1", "--ranks", "2")
+    plan = _json(capsys, "plan", family, *size, "--operation", "decode")
+    ratio = 16 if family == "wan2.2-ti2v-5b" else 8
+    assert plan["operations"]["decode"]["input"][2:] == [1, 704 // ratio, 1280 // ratio]

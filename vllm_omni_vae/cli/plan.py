@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-omni-vae plan``: what each way to share an encode or decode among ranks would cost, without weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import DiffusionParallelConfig, VaeConfig, VaeParallelMode
+from ..errors import ConfigurationError, GeometryError, RankError, UnsupportedError
+from ..geometry import deal
+from .drawing import Panel, Span, draw_png
+from .full_size import FULL_SIZE
+from .plan_report import OperationPlan, Plan, Row
+
+if TYPE_CHECKING:
+    from ..autoencoders import Decision, Operation
+    from ..autoencoders.cost import Forecaster
+
+_MODES = (
+    VaeParallelMode.TILE,
+    VaeParallelMode.SPATIAL_SHARD_HEIGHT,
+    VaeParallelMode.SPATIAL_SHARD_WIDTH,
+    VaeParallelMode.SPATIAL_SHARD_GRID,
+    VaeParallelMode.AUTO,
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand to ``commands``."""
+    families = ", ".join(FULL_SIZE)
+    parser = commands.add_parser(
+        "plan",
+        help="show what each VAE parallel mode would cost, without weights",
+        description="Show for every VAE parallel mode which rank does what part of an encode or decode, what it "
+        "sends and how much memory it takes, and what `auto` chooses. Reads JSON only; no weights, no accelerator.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL|FAMILY", help=f"Folder or hub name of a diffusers checkpoint, or one of {families}."
+    )
+    parser.add_argument("--height", type=int, required=True, metavar="N", help="Pixels.")
+    parser.add_argument("--width", type=int, required=True, metavar="N", help="Pixels.")
+    parser.add_argument("--frames", type=int, required=True, metavar="N", help="Frames; 1 for a picture.")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="Ranks that share the work.")
+    parser.add_argument(
+        "--operation", choices=("encode", "decode", "both"), default="both", help="What to plan. Default: both."
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="Default: bfloat16."
+    )
+    parser.add_argument(
+        "--tile-size", "--vae-tile-size", metavar="HxW", help="Tile size in pixels. Default: the family's."
+    )
+    parser.add_argument(
+        "--tile-stride",
+        "--vae-tile-stride",
+        metavar="HxW",
+        help="Pixels between the starts of neighbouring tiles. Default: the family's.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, with every number of every rank.")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="Also draw which rank has which part.")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the plan.
+
+    Raises:
+        ConfigurationError: the model, the size, the tiles or the ranks cannot be used.
+    """
+    for name in ("height", "width", "frames"):
+        if getattr(args, name) < 1:
+            raise ConfigurationError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    if args.ranks < 2:
+        raise ConfigurationError(f"--ranks is {args.ranks}; one rank has nobody to share with, so give at least 2")
+    from ..autoencoders import Operation
+
+    vae = _autoencoder(args)
+    operations = tuple(Operation) if args.operation == "both" else (Operation(args.operation),)
+    plan = Plan(
+        args.model,
+        vae.spec.name,
+        args.height,
+        args.width,
+        args.frames,
+        args.ranks,
+        args.dtype,
+        sum(tensor.nbytes for tensor in (*vae.parameters(), *vae.buffers())),
+        tuple(_plan(vae, operation, args) for operation in operations),
+    )
+    if args.png:
+        draw_png(plan.panels(), args.png)
+    print(json.dumps(plan.to_json(), indent=2) if args.json else plan.to_text())
+
+
+def _autoencoder(args: argparse.Namespace) -> Any:
+    """The autoencoder of the model without its weights, tiled as asked."""
+    import torch
+
+    from ..autoencoders import FAMILIES
+    from ..pipelines.components import set_up_vae
+
+    families: dict[str, Any] = {family.spec.base_class.__name__: family for family in FAMILIES}
+    config = _config(args.model, families)
+    with torch.device("meta"):
+        vae = families[config["_class_name"]].from_config(dict(config))
+    torch.nn.Module.to(vae, getattr(torch, args.dtype))  # diffusers' own `to` writes a line for every cast
+    vae.requires_grad_(False).eval()
+    tiles = VaeConfig(vae_use_tiling=True, vae_tile_size=args.tile_size, vae_tile_stride=args.tile_stride)
+    set_up_vae(vae, tiles, DiffusionParallelConfig(vae_patch_parallel_size=args.ranks))
+    return vae
+
+
+def _config(model: str, families: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the first autoencoder of ``model`` that is one of ``families``."""
+    from .. import checkpoint
+    from ..pipelines.profile import read_json
+
+    if model in FULL_SIZE:
+        return FULL_SIZE[model]
+    try:
+        found = checkpoint.require(model)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; or name one of the families {', '.join(FULL_SIZE)}") from None
+    folder = checkpoint.descriptions(found)
+    for name, entry in read_json(folder / checkpoint.INDEX).items():
+        if isinstance(entry, list) and entry[-1] in families:
+            return read_json(folder / name / "config.json") | {"_class_name": entry[-1]}
+    raise UnsupportedError(
+        f"{model} has no autoencoder that can be shared among ranks; those that can: {', '.join(families)}"
+    )
+
+
+def _plan(vae: Any, operation: Operation, args: argparse.Namespace) -> OperationPlan:
+    from ..autoencoders import Operation
+    from ..autoencoders.cost import Forecaster
+
+    pixels, latents = _shapes(vae, operation, args)
+    shape, result = (pixels, latents) if operation is Operation.ENCODE else (latents, pixels)
+    forecaster = Forecaster(vae, operation, shape)
+    _tell(f"{operation}: direct")
+    direct = forecaster.direct()
+    rows = [Row("direct", "runs", direct.decision.reason, direct)]
+    for mode in _MODES:
+        _tell(f"{operation}: {mode}")
+        rows.append(_row(forecaster, mode, args))
+    _tell("")
+    return OperationPlan(operation, shape, result, tuple(rows))
+
+
+def _shapes(vae: Any, operation: Operation, args: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of pixels and latents.
+
+    Raises:
+        GeometryError: the autoencoder does not decode to this size.
+    """
+    from ..autoencoders import Operation
+
+    spec = vae.spec
+    asked = (args.frames, args.height, args.width)
+    colours = spec.channels(vae, Operation.DECODE)
+    pixels = (1, spec.finished_shape(vae, (1, colours, 1, 1, 1))[1], *asked)
+    latents = spec.grid(vae, Operation.ENCODE, spec.seen_extents(vae, Operation.ENCODE, pixels)).out_extents
+    decoded = spec.grid(vae, Operation.DECODE, latents).out_extents
+    made = spec.finished_shape(vae, (1, colours, *decoded))[-3:]
+    if operation is Operation.DECODE and made != asked:
+        raise GeometryError(
+            f"{spec.name} cannot decode to {args.frames} frames of {args.height}x{args.width}; "
+            f"what it can make next to that is {made[0]} frames of {made[1]}x{made[2]}"
+        )
+    moments = spec.channels(vae, Operation.ENCODE)
+    return pixels, (1, moments // 2, *latents)
+
+
+def _row(forecaster: Forecaster, mode: VaeParallelMode, args: argparse.Namespace) -> Row:
+    from ..autoencoders.mixin import check_mode
+
+    try:
+        check_mode(forecaster.spec, mode)
+    except UnsupportedError as error:
+        return Row(mode.value, "refused", str(error))
+    decision = forecaster.decide(mode, args.ranks)
+    if mode.value not in (VaeParallelMode.AUTO, decision.strategy):
+        return Row(mode.value, "falls back", f"to {decision.strategy} ({decision.reason})")
+    try:
+        forecast = forecaster.forecast(mode, args.ranks)
+    except RankError as error:
+        if not isinstance(error.__cause__, ConfigurationError):
+            raise
+        return Row(mode.value, "fails", str(error.__cause__))
+    return Row(mode.value, "runs", decision.reason, forecast, _panels(forecaster, decision, args))
+
+
+def _panels(forecaster: Forecaster, decision: Decision, args: argparse.Namespace) -> tuple[Panel, ...]:
+    """Who has which pixels: of tiles those that remain after blending, in one panel for each stretch of time."""
+    if decision.sharded:
+        layout = forecaster.layout(decision, 0)
+        ranks = f"{layout.grid.rows}x{layout.grid.cols} ranks"
+        title = f"{decision.strategy}: {ranks}, at the first pixel row and column of each"
+        rows = _spans(layout.height.starts, layout.height.extent, args.height)
+        cols = _spans(layout.width.starts, layout.width.extent, args.width)
+        return (Panel(title, rows, cols, tuple(range(args.ranks))),)
+    if not decision.tiles_per_rank:
+        return ()
+    grid = forecaster.grid()
+    time, high, wide = grid.shape
+    owners = deal([grid.workload(coord) for coord in grid.coords()], args.ranks).owners
+    _, out_height, out_width = grid.out_extents
+    rows = _spans([window.out_start for window in grid.windows[1]], out_height, args.height)
+    cols = _spans([window.out_start for window in grid.windows[2]], out_width, args.width)
+    panels = []
+    for number in range(time):
+        when = f", stretch {number + 1} of {time}" if time > 1 else ""
+        title = f"tile: rank of each of {high}x{wide} tiles, at the first pixel row and column it keeps{when}"
+        panels.append(Panel(title, rows, cols, owners[number * high * wide : (number + 1) * high * wide]))
+    return tuple(panels)
+
+
+def _spans(starts: Sequence[int], extent: int, pixels: int) -> tuple[Span, ...]:
+    """First pixel, and the pixel after the last, of parts that begin at ``starts`` of ``extent`` units."""
+    scaled = [start * (pixels // extent) for start in starts]
+    return tuple(zip(scaled, [*scaled[1:], pixels], strict=True))
+
+
+def _tell(what: str) -> None:
+    """Show on a terminal what is being counted."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
