@@ -18,21 +18,12 @@ os.environ.update(
     }
 )
 
-SEVERAL_PROCESSES = ("distributed", "vllm", "e2e")
 
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine lacks, and say which tests may run at the same time.
-
-    Under ``-n 2 --dist loadgroup`` the tests of one file stay on one worker, which makes its fixtures once. All tests
-    that start processes are one group, so that they never compete with each other for the cores.
-    """
+    """Skip what this machine lacks."""
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         reason = unmet(marks) if has_vllm or "vllm" not in marks else "vLLM is not installed"
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
-        several = marks.intersection(SEVERAL_PROCESSES)
-        item.add_marker(pytest.mark.xdist_group("processes" if several else item.location[0]))

@@ -45,7 +45,7 @@ class WorkerGroup:
             ours, theirs = multiprocessing.Pipe()
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "vllm_omni_vae.worker", str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "vllm_omni_vae.worker", str(theirs.fileno())],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..autoencoders import Operation
 from ..distributed import Communicator
-from ..errors import VaeParallelError
+from ..errors import Cancelled, VaeParallelError
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,24 @@ def dismiss(control: Communicator | None) -> None:
 
 
 @torch.no_grad()
-def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device) -> None:
+def follow(
+    vaes: Mapping[str, Any], control: Communicator, device: torch.device, cancelled: Callable[[], bool]
+) -> None:
     """Collective, on a rank that only holds autoencoders: take part in every call of one job until it is over.
 
     A call that fails on all ranks alike leaves this rank waiting for the next one.
+
+    Args:
+        vaes: The autoencoders, in the order of the pipeline's.
+        control: The leader and the followers.
+        device: Where inputs belong.
+        cancelled: Whether this rank was told to stop; asked between tiles.
     """
+
+    def on_tile(done: int, total: int) -> None:
+        if cancelled():
+            raise Cancelled("the job was cancelled")
+
     by_place = list(vaes.values())
     while True:
         header = _header([])
@@ -75,11 +88,14 @@ def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device)
         x = torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device)
         vae.parallel_state.groups.domain.broadcast(x, 0)
         run = vae.tiled_encode if _OPERATIONS[code - 1] is Operation.ENCODE else vae.tiled_decode
+        vae.parallel_state.executor.observer = on_tile
         try:
             run(x)
         except VaeParallelError as error:
             logger.debug("left a call with every other rank: %s", error)
             vae.spec.reset(vae)
+        finally:
+            vae.parallel_state.executor.observer = None
 
 
 def _header(values: list[int]) -> torch.Tensor:

@@ -117,7 +117,7 @@ class RankWorker:
     def _run(self, model: loader.LoadedModel, run: Run) -> GenerationResult | None:
         if model.pipeline is None:
             if self._control is not None:
-                follow(model.vaes, self._control, model.device)
+                follow(model.vaes, self._control, model.device, lambda: self._cancelled(run.job_id))
             return None
         try:
             return runner.run_job(
