@@ -192,7 +192,7 @@ class Server:
     def events(self, video_id: str) -> Iterator[dict[str, Any]]:
         """Follow a job until it is finished or gone: the data of its events, and ``event`` with their names."""
         name = ""
-        with self.http.stream("GET", f"/v1/videos/{video_id}/events") as response:
+        with self.http.stream("GET", f"/v1/videos/{video_id}/events", timeout=3 * ANSWER_SECONDS) as response:
             for line in response.iter_lines():
                 key, _, value = line.partition(": ")
                 if key == "event":
