@@ -25,6 +25,9 @@ env: ## make or update the environment in .venv
 demo: env ## generate a clip on two ranks with a tiny model, and compare it with one rank
 	@$(RUN) $(BIN)/python tools/demo.py $(ARGS)
 
+bench: env ## time tiles on one rank and on several against un-tiled; ARGS="--config wan2.1" takes the full-size VAE
+	@$(RUN) $(BIN)/python -m benchmarks.wan_tiles $(ARGS)
+
 test: env ## run every test that this machine can run; ARGS="-k name" chooses some
 	@$(PYTEST) -n 2 --dist loadfile -m "not ($(PROCESSES))" $(ARGS) $(NONE_IS_FINE)
 	@$(PYTEST) -m "$(PROCESSES)" $(ARGS) $(NONE_IS_FINE)
