@@ -64,7 +64,7 @@ def pad_with_halos(
     Raises:
         UnsupportedError: an edge is wider than the thinnest piece, on every rank alike.
     """
-    spans = {dim: _span(x, layout, edge, dim) for dim, edge in ((_HEIGHT, height), (_WIDTH, width))}
+    spans = {dim: _span(x, layout, edge, dim, mode) for dim, edge in ((_HEIGHT, height), (_WIDTH, width))}
     shape = list(x.shape)
     for dim, (before, after) in spans.items():
         shape[dim] += before + after
@@ -84,16 +84,20 @@ def pad_with_halos(
     return padded
 
 
-def _span(x: torch.Tensor, layout: ShardLayout, edge: Edge, dim: int) -> tuple[int, int]:
+def _span(x: torch.Tensor, layout: ShardLayout, edge: Edge, dim: int, mode: str) -> tuple[int, int]:
     """Rows that are added before and after on this rank."""
     if not layout.sharded(dim):
         return edge.pad_before, edge.pad_after
-    thinnest = layout.thinnest(dim, x.shape[dim])
+    shards = layout.extents(dim, x.shape[_HEIGHT], x.shape[_WIDTH])
+    thinnest = min(shards)
     if max(edge.before, edge.after) > thinnest:
         raise UnsupportedError(
             f"a halo of {max(edge.before, edge.after)} rows is wider than the thinnest shard, {thinnest} rows; "
             "use fewer ranks along this axis"
         )
+    short = edge.pad_before >= shards[0] + edge.after or edge.pad_after >= shards[-1] + edge.before
+    if mode == "reflect" and short:
+        raise UnsupportedError(f"reflection needs more rows than the outer of {shards} rows and their halos hold")
     before, after = layout.neighbours(dim)
     return (
         edge.pad_before if before is None else edge.before,

@@ -51,11 +51,17 @@ class ShardLayout:
             return self.grid.neighbour(self.rank, down=-1), self.grid.neighbour(self.rank, down=1)
         return self.grid.neighbour(self.rank, right=-1), self.grid.neighbour(self.rank, right=1)
 
-    def thinnest(self, dim: int, local: int) -> int:
-        """Fewest units that any rank holds along ``dim``, where this one holds ``local``: arithmetic, not a message."""
-        rows = self.height if dim == -2 else self.width
-        mine = self.latents[0 if dim == -2 else 1]
-        return min(rows.row_sizes) * (local // mine)
+    def extents(self, dim: int, height: int, width: int) -> list[int]:
+        """Units that each part holds along ``dim``, remainder aside, where this rank's piece is ``height`` x ``width``.
+
+        Arithmetic, not a message: every rank comes to the same. A last piece with a remainder leaves several numbers of
+        units a latent; autoencoders double, so the power of two is meant.
+        """
+        shared = sorted(self._scales(height, -2) & self._scales(width, -1))
+        rows, local = (self.height, height) if dim == -2 else (self.width, width)
+        other = shared[-1] if shared else local // self.latents[0 if dim == -2 else 1]
+        scale = next((s for s in shared if s & (s - 1) == 0), other)
+        return [size * scale for size in rows.row_sizes]
 
     def bounds(self, rank: int, extents: tuple[int, int], ratio: int) -> tuple[slice, slice]:
         """Rows and columns of ``rank`` in a whole of ``extents``, ``ratio`` units a latent; the last takes the rest."""
@@ -74,9 +80,23 @@ class ShardLayout:
                 return x.dim() + dims[0], x.dim() + dims[1]
         return None
 
+    def cut_dims(self, x: torch.Tensor) -> set[int]:
+        """The dims of ``x`` of which this rank holds only a piece."""
+        spatial = self.spatial_dims(x)
+        if spatial is None:
+            return set()
+        return {dim for dim, axis in zip(spatial, (-2, -1), strict=True) if self.sharded(axis)}
+
     def _matches(self, height: int, width: int) -> bool:
-        rows, cols = self.latents
-        return height % rows == 0 and width % cols == 0 and height // rows == width // cols
+        """Whether some number of units a latent gives both sizes; the last pieces may hold a remainder besides."""
+        scales = [self._scales(local, dim) for local, dim in ((height, -2), (width, -1))]
+        return bool(scales[0] & scales[1])
+
+    def _scales(self, local: int, dim: int) -> set[int]:
+        mine = self.latents[0 if dim == -2 else 1]
+        if self.neighbours(dim)[1] is None:
+            return set(range(local // (mine + 1) + 1, local // mine + 1))
+        return {local // mine} if local and local % mine == 0 else set()
 
     def positions(self, local: int) -> list[int]:
         """Flattened positions that each rank holds, where this one holds ``local``.

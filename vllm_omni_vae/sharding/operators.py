@@ -17,11 +17,12 @@ from ..distributed import Communicator
 from ..errors import UnsupportedError
 from .halo import Edge, pad_with_halos
 from .layout import ShardLayout
+from .refused import refusals
 
 Handler = Callable[..., Any]
 
 _EXTENDED = "_vllm_omni_vae_extended"
-"""Set on a tensor that `F.pad` extended, so that the convolution it is made for takes its halo as read."""
+"""Set on a tensor that `F.pad` extended: `Edge` by dim, which the convolution that it is made for takes as read."""
 
 
 class Operators:
@@ -44,12 +45,13 @@ class Operators:
             F.group_norm: self.group_norm,
             F.scaled_dot_product_attention: self.attention,
             F.interpolate: self.interpolate,
-            F.layer_norm: self.normalize_last(F.layer_norm),
-            F.rms_norm: self.normalize_last(F.rms_norm),
+            torch.group_norm: self.group_norm,
+            F.batch_norm: self.batch_norm,
+            **{f: self.normalize_last(f) for f in (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)},
         }
-        self.table |= {f: self._refuse(name) for name, f in _functions(_ALWAYS_REFUSED)}
-        self.table |= {f: self._along_dims(f, name) for name, f in _functions(_REFUSED_ALONG)}
-        self.table |= {f: self._pool(f, name) for name, f in _functions(_POOLS)}
+        self.table |= refusals(layout)
+        self.table[F.max_pool2d_with_indices] = self._pool(F.max_pool2d_with_indices, indices=True)
+        self.table |= {f: self._pool(f) for f in (F.avg_pool2d, F.max_pool2d, torch.max_pool2d)}
 
     def pad(self, x: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> torch.Tensor:
         """Interior edges get the neighbour's rows, true edges the padding itself."""
@@ -59,8 +61,14 @@ class Operators:
         cut = [p for dim, p in ((-1, width), (-2, height)) if self._layout.sharded(dim)]
         if not any(any(p) for p in cut):
             return F.pad(x, pad, mode, value)
+        if x.dim() < 4:
+            raise UnsupportedError(f"F.pad with {pad} on positions of {tuple(x.shape)} is not known on a shard")
         if min(min(p) for p in cut) < 0:
             raise UnsupportedError(f"F.pad with {pad} cuts rows off a sharded axis")
+        ready: dict[int, Edge] = getattr(x, _EXTENDED, {-1: Edge(), -2: Edge()})
+        for dim, added in ((-1, width), (-2, height)):
+            if self._layout.sharded(dim) and ready[dim] != Edge() and any(added):
+                raise UnsupportedError(f"F.pad with {pad} on a sharded axis that is padded already")
         if mode == "circular" or min(spatial) < 0:
             raise UnsupportedError(f"F.pad with {pad} and mode {mode!r} has no meaning on a shard")
         inside = tuple(outer) if mode == "constant" and min(outer, default=0) >= 0 else ()
@@ -76,7 +84,11 @@ class Operators:
         )
         if any(outer) and not inside:
             extended = F.pad(extended, [0] * 4 + outer, mode, value)
-        setattr(extended, _EXTENDED, True)
+        both = {
+            dim: Edge.same(ready[dim].before + before, ready[dim].after + after)
+            for dim, (before, after) in ((-1, width), (-2, height))
+        }
+        setattr(extended, _EXTENDED, both)
         return extended
 
     def convolution(self, function: Handler) -> Handler:
@@ -95,18 +107,31 @@ class Operators:
             strides, dilations = _each(stride, dims), _each(dilation, dims)
             reach = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
             pads = _paddings(padding, reach, dims)
-            if getattr(input, _EXTENDED, False):
-                return function(input, weight, bias, strides, pads, dilations, groups)
+            ready: dict[int, Edge] | None = getattr(input, _EXTENDED, None)
+            sizes = {-2: input.shape[-2], -1: input.shape[-1]}
             edges = {}
             for dim in (-2, -1):
-                if self._layout.sharded(dim):
-                    edges[dim] = _edge(function, input.shape[dim], reach[dim], strides[dim], pads[dim])
+                if not self._layout.sharded(dim):
+                    sizes[dim] -= ready[dim].before + ready[dim].after if ready else 0
+                elif ready is None:
+                    edges[dim] = _edge(function, reach[dim], strides[dim], pads[dim])
                     pads[dim] = 0
+                else:
+                    sizes[dim] -= _check_ready(function, ready[dim], reach[dim], strides[dim], pads[dim])
+            self._check_aligned(function, sizes[-2], sizes[-1], strides)
             if any(edge != Edge() for edge in edges.values()):
                 input = pad_with_halos(input, self._comm, self._layout, edges.get(-2, Edge()), edges.get(-1, Edge()))
             return function(input, weight, bias, strides, pads, dilations, groups)
 
         return convolve
+
+    def _check_aligned(self, function: Handler, height: int, width: int, strides: list[int]) -> None:
+        for dim in (-2, -1):
+            shards = self._layout.extents(dim, height, width)[:-1]
+            if any(rows % strides[dim] for rows in shards):
+                raise UnsupportedError(
+                    f"{function.__name__} with stride {strides[dim]} does not divide shards of {shards} rows"
+                )
 
     def pointwise_convolution(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """`torch.conv1d` over positions is local only with a kernel of one."""
@@ -121,6 +146,7 @@ class Operators:
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         eps: float = 1e-5,
+        cudnn_enabled: bool = True,
     ) -> torch.Tensor:
         """Statistics of all ranks, merged from each rank's count, mean and centred second moment in one collective.
 
@@ -147,6 +173,12 @@ class Operators:
             eps,
         )
         return normal.view(input.shape)
+
+    def batch_norm(self, input: torch.Tensor, mean: Any, variance: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """With given statistics it is local; its own would be those of a piece."""
+        if mean is None or (args[2] if len(args) > 2 else kwargs.get("training", False)):
+            raise UnsupportedError("batch_norm with statistics of its input is not known on a shard")
+        return F.batch_norm(input, mean, variance, *args, **kwargs)
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Queries stay; keys and values of all ranks come in one message to each."""
@@ -178,106 +210,28 @@ class Operators:
         """Layer and RMS norms over channels are local; over rows or columns they are not known."""
 
         def normalize(input: torch.Tensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if len(normalized_shape) > 1:
+            over = set(range(input.dim() - len(normalized_shape), input.dim()))
+            if len(normalized_shape) > 1 or over & self._layout.cut_dims(input):
                 raise UnsupportedError(f"{function.__name__} over {len(normalized_shape)} dims needs other ranks' rows")
             return function(input, normalized_shape, *args, **kwargs)
 
         return normalize
 
-    def _refuse(self, name: str) -> Handler:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(f"{name} is not known on a shard")
+    def _pool(self, function: Handler, indices: bool = False) -> Handler:
+        name = "avg_pool2d" if function is F.avg_pool2d else "max_pool2d"
+        last = ["padding"] if function is F.avg_pool2d else ["padding", "dilation"]
+        plain = {"padding": [0, 0], "dilation": [1, 1]}
 
-        return refuse
-
-    def _along_dims(self, function: Handler, name: str) -> Handler:
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            x = args[0] if args else kwargs.get("input")
-            spatial = self._layout.spatial_dims(x) if isinstance(x, torch.Tensor) else None
-            if isinstance(x, torch.Tensor) and spatial is not None:
-                cut = {dim for dim, axis in zip(spatial, (-2, -1), strict=True) if self._layout.sharded(axis)}
-                if cut & _dims(args, kwargs, x.dim()):
-                    raise UnsupportedError(f"{name} over a sharded axis of {tuple(x.shape)} is not known on a shard")
-            return function(*args, **kwargs)
+        def checked(input: torch.Tensor, kernel_size: Any, stride: Any = None, *args: Any, **kwargs: Any) -> Any:
+            kernel = _each(kernel_size, 2)
+            given = dict(zip(last, args, strict=False)) | kwargs
+            other = any(_each(given[key], 2) != value for key, value in plain.items() if key in given)
+            other = other or (_each(stride, 2) if stride else kernel) != kernel
+            if indices or other or any(input.shape[d] % k for d, k in zip((-2, -1), kernel, strict=True)):
+                raise UnsupportedError(f"{name} of {kernel} that is not cut where shards are is not known on a shard")
+            return function(input, kernel_size, stride, *args, **kwargs)
 
         return checked
-
-    def _pool(self, function: Handler, name: str) -> Handler:
-        def checked(
-            input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
-        ) -> Any:
-            kernel = _each(kernel_size, 2)[-2:]
-            steps = _each(stride, 2)[-2:] if stride else kernel
-            inside = kernel == steps and not any(_each(padding, 2)[-2:])
-            if not inside or any(input.shape[d] % k for d, k in zip((-2, -1), kernel, strict=True)):
-                raise UnsupportedError(f"{name} with kernel {kernel} and stride {steps} straddles the edge of a shard")
-            return function(input, kernel_size, stride, padding, *args, **kwargs)
-
-        return checked
-
-
-_ALWAYS_REFUSED = [
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool3d",
-    "avg_pool1d",
-    "avg_pool3d",
-    "max_pool1d",
-    "max_pool3d",
-    "lp_pool2d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "grid_sample",
-    "unfold",
-    "fold",
-    "instance_norm",
-    "rot90",
-    "nonzero",
-    "multi_head_attention_forward",
-]
-_REFUSED_ALONG = [
-    "mean",
-    "sum",
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "prod",
-    "norm",
-    "argmax",
-    "argmin",
-    "logsumexp",
-    "softmax",
-    "log_softmax",
-    "cumsum",
-    "cumprod",
-    "sort",
-    "topk",
-    "median",
-    "flip",
-    "roll",
-]
-_POOLS = ["avg_pool2d", "max_pool2d"]
-
-
-def _functions(names: list[str]) -> list[tuple[str, Any]]:
-    """Every callable of torch, its tensors and its functional module that goes by one of ``names``."""
-    homes = (torch, torch.Tensor, F)
-    return [(name, getattr(home, name)) for name in names for home in homes if hasattr(home, name)]
-
-
-def _dims(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> set[int]:
-    given = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else None))
-    if given is None:
-        return set(range(count))
-    listed = given if isinstance(given, (tuple, list)) else [given]
-    return {d % count for d in listed if isinstance(d, int)}
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -294,15 +248,32 @@ def _paddings(padding: Any, reach: list[int], dims: int) -> list[int]:
     return _each(padding, dims)
 
 
-def _edge(function: Handler, local: int, reach: int, stride: int, pad: int) -> Edge:
+def _edge(function: Handler, reach: int, stride: int, pad: int) -> Edge:
     """Rows that a convolution of ``reach`` and ``stride`` with ``pad`` needs from its neighbours.
 
     Raises:
         UnsupportedError: its output would not be cut where its input is.
     """
-    if not reach - stride <= 2 * pad < max(reach, 1):
-        raise UnsupportedError(
-            f"{function.__name__} with a reach of {reach}, stride {stride} and padding {pad} changes the extent of a "
-            "sharded axis"
-        )
+    _check_keeps(function, reach, stride, 2 * pad)
     return Edge(before=pad, after=max(0, reach - stride - pad), pad_before=pad, pad_after=pad)
+
+
+def _check_ready(function: Handler, ready: Edge, reach: int, stride: int, pad: int) -> int:
+    """Rows that `F.pad` has added on an inner piece for this convolution.
+
+    Raises:
+        UnsupportedError: they are not what it needs.
+    """
+    added = ready.before + ready.after
+    if pad:
+        raise UnsupportedError(f"{function.__name__} with padding {pad} on a sharded axis that is padded already")
+    _check_keeps(function, reach, stride, added)
+    return added
+
+
+def _check_keeps(function: Handler, reach: int, stride: int, added: int) -> None:
+    if not reach - stride <= added < max(reach, 1):
+        raise UnsupportedError(
+            f"{function.__name__} with a reach of {reach} and stride {stride} on {added} rows of padding changes the "
+            "extent of a sharded axis"
+        )
