@@ -112,6 +112,19 @@ def test_a_row_reflected_beyond_a_shard_of_one_row_is_refused_or_right(
         assert worst(results(ran), wanted(spread, whole, height, width, "reflect")) == 0.0
 
 
+@pytest.mark.parametrize(("rows", "cols", "shape"), [(2, 1, (4, 1)), (1, 2, (2, 6))])
+def test_a_reflection_that_torch_refuses_on_the_whole_is_refused_on_a_shard(
+    rows: int, cols: int, shape: tuple[int, int]
+) -> None:
+    """Along the axis that is not cut the whole extent is here, and too short to be reflected."""
+    whole = noise(1, 2, *shape)
+    edge = Edge.same(2, 2) if rows == 1 else Edge.same(1, 1)
+    with pytest.raises(RuntimeError):
+        F.pad(whole, [edge.pad_before, edge.pad_after] * 2, "reflect")
+    ran = padded(Spread(rows, cols, shape), whole, edge, edge, "reflect")
+    assert all(r.error for r in ran)
+
+
 def test_neighbours_rows_and_padding_may_differ_in_number() -> None:
     spread = Spread(2, 2, (8, 8))
     whole = noise(1, 2, 8, 8)

@@ -560,6 +560,7 @@ ALONG = [
     ("mean", lambda x, d: torch.mean(input=x, dim=d)),
     ("mean", lambda x, d: x.mean()),
     ("sum", lambda x, d: x.sum((1, d))),
+    ("sum", lambda x, d: x.sum(())),
     ("var", lambda x, d: torch.var(x, dim=d, correction=0)),
     ("std", lambda x, d: x.std(d)),
     ("var_mean", lambda x, d: torch.var_mean(x, dim=d)),

@@ -4,7 +4,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_omni_vae.autoencoders import Decision, Operation, Strategy, select_strategy
@@ -186,6 +186,7 @@ def test_imbalance_is_the_largest_shard_over_the_mean(
     assert chosen(mode, ranks, latents).imbalance == imbalance
 
 
+@settings(max_examples=60)
 @given(
     mode=st.sampled_from(list(VaeParallelMode)),
     ranks=st.integers(2, 12),
@@ -225,6 +226,7 @@ def test_every_shard_has_a_latent_and_every_decision_its_words(
     assert (told["strategy"], told["rank_grid"], told["chunk"]) == (decision.strategy, [rows, cols], decision.chunk)
 
 
+@settings(max_examples=60)
 @given(ranks=st.integers(4, 12), latents=st.tuples(st.integers(1, 40), st.integers(1, 40)))
 def test_auto_is_never_longer_in_its_seams_than_a_line(ranks: int, latents: tuple[int, int]) -> None:
     decision = chosen(AUTO, ranks, latents)

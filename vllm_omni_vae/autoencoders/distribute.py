@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..config import VaeParallelMode
@@ -37,6 +38,7 @@ def distribute(
     group: dist.ProcessGroup | Sequence[int] | None = None,
     output_rank: int = 0,
     broadcast_result: bool | None = None,
+    timeout: timedelta | None = None,
 ) -> Any:
     """Collective. Share encode and decode of a loaded diffusers autoencoder among ranks, in place.
 
@@ -56,6 +58,7 @@ def distribute(
             call. A sequence of global ranks: these work and every rank of the world calls.
         output_rank: Rank, within the working ranks, that owns decoded samples.
         broadcast_result: Give decoded samples to every calling rank. Default: no.
+        timeout: How long a rank waits for another. Default: torch's.
 
     Returns:
         ``vae`` itself.
@@ -77,7 +80,14 @@ def distribute(
     before = type(vae)
     vae.__class__ = family
     try:
-        vae.set_parallel_size(size, mode=mode, group=group, output_rank=output_rank, broadcast_result=broadcast_result)
+        vae.set_parallel_size(
+            size,
+            mode=mode,
+            group=group,
+            output_rank=output_rank,
+            broadcast_result=broadcast_result,
+            timeout=timeout,
+        )
     finally:
         if not vae.is_distributed_enabled():
             vae.__class__ = before

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -74,6 +75,7 @@ class DistributedVaeMixin:
         group: dist.ProcessGroup | Sequence[int] | None = None,
         output_rank: int = 0,
         broadcast_result: bool | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         """Collective over the calling ranks. Share encode and decode among ``size`` ranks, or stop sharing with 1.
 
@@ -85,6 +87,7 @@ class DistributedVaeMixin:
             group: Where these ranks are; see `VaeGroups.create`.
             output_rank: Rank within them that owns decoded samples.
             broadcast_result: Give decoded samples to every calling rank. Default: no.
+            timeout: How long a rank waits for another. Default: torch's.
 
         Raises:
             ConfigurationError: a size below 1, an unknown mode, or ranks that do not exist.
@@ -101,7 +104,7 @@ class DistributedVaeMixin:
         placement = (size, group if group is None or hasattr(group, "size") else tuple(group), output_rank)
         before = self._vae_parallel
         same = before is not None and before.placement == placement
-        groups = before.groups if before is not None and same else VaeGroups.create(size, group, output_rank)
+        groups = before.groups if before is not None and same else VaeGroups.create(size, group, output_rank, timeout)
         alone = len(groups.workers) == 1
         self._vae_parallel = None if alone else ParallelState(groups, mode, bool(broadcast_result), placement)
         if not alone and not self.use_tiling:

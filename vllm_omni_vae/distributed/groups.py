@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -36,7 +37,11 @@ class VaeGroups:
 
     @classmethod
     def create(
-        cls, size: int, group: dist.ProcessGroup | Sequence[int] | None = None, output_rank: int = 0
+        cls,
+        size: int,
+        group: dist.ProcessGroup | Sequence[int] | None = None,
+        output_rank: int = 0,
+        timeout: timedelta | None = None,
     ) -> VaeGroups:
         """Collective. Make groups of the VAE's own, so that its messages never meet anyone else's.
 
@@ -45,6 +50,7 @@ class VaeGroups:
             group: None: the first ``size`` ranks of the world. A process group: its first ``size`` ranks; only its
                 members call. A sequence of global ranks: these work, and every rank of the world calls.
             output_rank: Place, in the working ranks as they were given, of the one that owns decoded samples.
+            timeout: How long a rank waits for another in these groups. Default: torch's.
 
         Raises:
             ConfigurationError: torch.distributed is not initialised, or the ranks asked for do not exist.
@@ -73,19 +79,19 @@ class VaeGroups:
         owner = workers[output_rank]
         workers = sorted(workers, key=domain.index)
         everyone = domain == world
-        whole = TorchCommunicator(_new_group(domain, everyone))
+        whole = TorchCommunicator(_new_group(domain, everyone, timeout))
         inside = dist.get_rank() in workers
         halo = work = None
         if everyone or inside:
-            groups = [_new_group(workers, everyone) for _ in range(2)]
+            groups = [_new_group(workers, everyone, timeout) for _ in range(2)]
             halo, work = (TorchCommunicator(group) if inside else None for group in groups)
         return cls(work, whole, tuple(domain.index(rank) for rank in workers), workers.index(owner), halo)
 
 
-def _new_group(ranks: list[int], everyone: bool) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], everyone: bool, timeout: timedelta | None) -> dist.ProcessGroup:
     """Collective over the world, or over ``ranks`` alone where not ``everyone`` calls.
 
     Alone, torch names the group by how many groups a rank is in, so its members must be in equally many.
     """
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=not everyone)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout, use_local_synchronization=not everyone)
     return group

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..config import EngineConfig
 from ..errors import Cancelled, ConfigurationError, EngineError, RequestError
 from ..pipelines.request import RANGES, ComponentReport, GenerationRequest, GenerationResult, Task
 from ..worker.messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, StageProgress
-from ..worker.multiproc import WorkerGroup
+from ..worker.multiproc import RankStalled, WorkerGroup
 from .api import Health, JobEvent, JobHandle, Listener, Progress, Started
 
 logger = logging.getLogger(__name__)
@@ -140,8 +140,8 @@ class Engine:
             RequestError: the model cannot make it exactly.
         """
         if request.seed is None:
-            seed = self.config.seed if self.config.seed is not None else secrets.randbelow(2**31)
-            request = dataclasses.replace(request, seed=seed)
+            chosen = self._defaults.get("seed", self.config.seed)
+            request = dataclasses.replace(request, seed=secrets.randbelow(2**31) if chosen is None else chosen)
         return self.profile.resolve(request, self.card, self._defaults)
 
     def submit(self, request: GenerationRequest, *, job_id: str, listener: Listener | None = None) -> JobHandle:
@@ -180,13 +180,16 @@ class Engine:
 
     def close(self) -> None:
         """Fail what waits and runs, end the ranks and wait for them. Idempotent; no process stays."""
-        self._end_with(EngineError("the engine was stopped", code="engine_stopped"), Health(False, "stopped"))
+        health = self._health if self._failure else Health(False, "stopped")
+        self._end_with(EngineError("the engine was stopped", code="engine_stopped"), health)
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
+        for end in (self._wake_out, self._wake_in):
+            end.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody is left to wake
             self._wake_in.send(b"\0")
 
     def _cancel(self, job: _Job) -> None:
@@ -196,7 +199,7 @@ class Engine:
             if waiting:
                 self._queue.remove(job)
         if waiting:
-            job.future.set_exception(Cancelled("the job was cancelled before it ran"))
+            _fail(job, Cancelled("the job was cancelled before it ran"))
         else:
             self._wake()
 
@@ -265,7 +268,10 @@ class Engine:
                 self._check(group, job)
 
     def _receive(self, group: WorkerGroup, timeout: float | None) -> list[tuple[int, FromRank | None]]:
-        messages = group.receive(self._wake_out, timeout)
+        try:
+            messages = group.receive(self._wake_out, timeout)
+        except RankStalled as stalled:
+            raise _Broken(_silence([stalled.rank], self.config.worker_timeout), "worker_stalled") from None
         with contextlib.suppress(BlockingIOError):
             self._wake_out.recv(4096)
         return messages
@@ -281,10 +287,19 @@ class Engine:
         with self._lock:
             if self._running is not None or not self._queue:
                 return
-            job = self._running = self._queue.popleft()
+            job = self._queue.popleft()
+            if not job.future.set_running_or_notify_cancel():
+                self._wake()
+                return
+            self._running = job
+        try:
+            run = group.packed(Run(job.id, job.request))
+        except Exception as error:
+            self._fail_running(EngineError(f"the request cannot be sent: {error}", code="invalid_request"))
+            return
         job.heard = time.monotonic()
         _tell(job, Started())
-        group.send_all(Run(job.id, job.request))
+        group.send_packed(run)
 
     def _hear(self, job: _Job, rank: int, message: FromRank) -> None:
         job.heard = time.monotonic()
@@ -303,9 +318,10 @@ class Engine:
         elif self._patience(job) == 0.0:
             silent = sorted(set(range(group.size)) - set(job.reports))
             if job.failure:
-                raise _Broken(f"{job.failure.message}; ranks {silent} did not end with it", job.failure.failure or "")
-            seconds = self.config.worker_timeout
-            raise _Broken(f"ranks {silent} gave no sign of progress for {seconds:g} s", "worker_stalled")
+                first = next(rank for rank, report in job.reports.items() if report is job.failure)
+                reason = f"rank {first}: {job.failure.message}; ranks {silent} did not end with it"
+                raise _Broken(reason, job.failure.failure or "")
+            raise _Broken(_silence(silent, self.config.worker_timeout), "worker_stalled")
 
     def _finish(self, job: _Job) -> None:
         """Every rank has left the job and waits: hand out its outcome.
@@ -339,7 +355,7 @@ class Engine:
         with self._lock:
             job, self._running = self._running, None
         if job is not None:
-            job.future.set_exception(Cancelled("the job was cancelled") if job.cancelled else error)
+            _fail(job, Cancelled("the job was cancelled") if job.cancelled else error)
 
     def _give_up(self, error: BaseException) -> None:
         self._failure = error
@@ -355,9 +371,19 @@ class Engine:
         if not self._first.done():
             self._first.set_exception(error)
         for job in waiting:
-            job.future.set_exception(error)
+            _fail(job, error)
         if threading.current_thread() is self._thread:
             self._fail_running(error)
+
+
+def _silence(ranks: list[int], seconds: float) -> str:
+    return f"ranks {ranks} gave no sign of progress for {seconds:g} s"
+
+
+def _fail(job: _Job, error: BaseException) -> None:
+    """Give a job its error, unless its owner has cancelled the future itself."""
+    with contextlib.suppress(InvalidStateError):
+        job.future.set_exception(error)
 
 
 def _tell(job: _Job, event: JobEvent) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from ..config import DiffusionParallelConfig, EngineConfig
 from ..config.flags import flags, pick
 from ..config.vae import VaeConfig
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, RequestError
 from ..pipelines.request import Frames, GenerationRequest, GenerationResult
 from .engine import Engine
 
@@ -50,7 +50,11 @@ class Omni:
             )
         )
         self._ids = itertools.count(1)
-        self._engine.start()
+        try:
+            self._engine.start()
+        except BaseException:
+            self._engine.close()
+            raise
 
     def generate(
         self, prompt: str, *, image: Any = None, images: Sequence[Any] = (), **fields: Any
@@ -70,6 +74,8 @@ class Omni:
             RequestError: the model cannot make it exactly.
             EngineError: a rank failed; the next call works again.
         """
+        if image is not None and images:
+            raise RequestError("image and images were both given; give one of them", param="image", status=400)
         pictures = tuple(_pixels(picture) for picture in ([image] if image is not None else images))
         request = self._engine.resolve(GenerationRequest(prompt=prompt, images=pictures, **fields))
         return self._engine.submit(request, job_id=f"offline-{next(self._ids)}").future.result()
@@ -88,5 +94,7 @@ class Omni:
 def _pixels(picture: Any) -> Frames:
     pixels = np.asarray(picture.convert("RGB") if hasattr(picture, "convert") else picture)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
-        raise ConfigurationError(f"a picture must be (H, W, 3) uint8 pixels, not {pixels.shape} {pixels.dtype}")
+        raise RequestError(
+            f"a picture must be (H, W, 3) uint8 pixels, not {pixels.shape} {pixels.dtype}", param="image"
+        )
     return pixels

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 from ..autoencoders import distribute, distributed_class
@@ -84,7 +85,7 @@ def _switch_on(vae: Any, method: str, flag: str) -> None:
 
 
 def distribute_vaes(
-    vaes: dict[str, Any], config: VaeConfig, parallel: DiffusionParallelConfig
+    vaes: dict[str, Any], config: VaeConfig, parallel: DiffusionParallelConfig, timeout: timedelta | None = None
 ) -> list[ComponentReport]:
     """Collective. Set up and share every autoencoder of ``vaes`` that can be shared.
 
@@ -104,7 +105,7 @@ def distribute_vaes(
         elif family is None:
             reports.append(ComponentReport(path, kind, False, f"no distributed class for {kind}"))
         else:
-            distribute(vae, size=parallel.vae_ranks, mode=parallel.vae_parallel_mode)
+            distribute(vae, size=parallel.vae_ranks, mode=parallel.vae_parallel_mode, timeout=timeout)
             detail = f"{parallel.vae_parallel_mode} on {parallel.vae_ranks} ranks"
             reports.append(ComponentReport(path, kind, True, detail))
     if parallel.vae_ranks > 1 and not any(map(distributed_class, vaes.values())):

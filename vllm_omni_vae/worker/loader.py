@@ -7,12 +7,12 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-import torch.distributed as dist
 
 from .. import checkpoint
 from ..autoencoders import FAMILIES
@@ -63,7 +63,7 @@ def rank_device(rank: int) -> torch.device:
     return torch.device(accelerator.type, rank % torch.accelerator.device_count())
 
 
-def load(config: EngineConfig, rank: int) -> LoadedModel:
+def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> LoadedModel:
     """Collective over the world. Load this rank's part of the checkpoint and share its autoencoders.
 
     Raises:
@@ -90,7 +90,7 @@ def load(config: EngineConfig, rank: int) -> LoadedModel:
             vaes[name] = vae.to(device)
     for vae in vaes.values():
         vae.eval()
-    reports = distribute_vaes(vaes, config.vae, config.parallel)
+    reports = distribute_vaes(vaes, config.vae, config.parallel, timeout)
     shown = dtype.get("default", torch.float32) if isinstance(dtype, dict) else dtype
     return LoadedModel(profile, pipeline, vaes, tuple(reports), device, str(shown).removeprefix("torch."))
 
@@ -187,9 +187,3 @@ def _at_least_one_device() -> Iterator[None]:
         yield
     finally:
         torch.accelerator.device_count = count
-
-
-def denoiser_group(config: EngineConfig) -> dist.ProcessGroup:
-    """Collective over the world. The group of the ranks that run the denoiser."""
-    group: dist.ProcessGroup = dist.new_group(list(range(config.parallel.dit_world_size)))
-    return group

@@ -10,11 +10,13 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 from .. import envs
@@ -22,6 +24,14 @@ from ..config import EngineConfig
 from .messages import FromRank, Setup, Stop, ToRank
 
 logger = logging.getLogger(__name__)
+
+
+class RankStalled(Exception):
+    """A rank stopped in the middle of a message."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} stopped in the middle of a message")
+        self.rank = rank
 
 
 class WorkerGroup:
@@ -51,6 +61,7 @@ class WorkerGroup:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
+            _bound_waits(ours, self._config.worker_timeout)
             self._processes.append(process)
             self._pipes.append(ours)
             self.send(rank, Setup(self._config, rank, self.size, f"file://{self._folder / 'rendezvous'}"))
@@ -61,20 +72,39 @@ class WorkerGroup:
         return [process.pid for process in self._processes]
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Send to one rank; a rank that is gone is found out by `receive`."""
-        with contextlib.suppress(OSError):
-            self._pipes[rank].send(message)
+        """Send to one rank; a rank that is gone or does not take it is found out by `receive` or by its silence."""
+        self._send_bytes(rank, self.packed(message))
 
     def send_all(self, message: ToRank) -> None:
         """Send to every rank in order."""
+        self.send_packed(self.packed(message))
+
+    @staticmethod
+    def packed(message: ToRank) -> bytes:
+        """``message`` as it travels.
+
+        Raises:
+            Exception: it holds something that cannot travel.
+        """
+        return bytes(ForkingPickler.dumps(message))
+
+    def send_packed(self, data: bytes) -> None:
+        """Send what `packed` made to every rank in order."""
         for rank in range(self.size):
-            self.send(rank, message)
+            self._send_bytes(rank, data)
+
+    def _send_bytes(self, rank: int, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._pipes[rank].send_bytes(data)
 
     def receive(self, also: socket.socket, timeout: float | None) -> list[tuple[int, FromRank | None]]:
         """Wait until ranks have said something, ``also`` is readable, or ``timeout`` seconds are over.
 
         Returns:
             (rank, message) for each message; None instead of a message when the rank's process is gone.
+
+        Raises:
+            RankStalled: a message began and did not go on for ``worker_timeout`` seconds.
         """
         messages: list[tuple[int, FromRank | None]] = []
         for ready in wait([*self._pipes, also], timeout):
@@ -83,6 +113,8 @@ class WorkerGroup:
             rank = self._pipes.index(ready)  # type: ignore[arg-type]
             try:
                 messages.append((rank, self._pipes[rank].recv()))
+            except BlockingIOError:
+                raise RankStalled(rank) from None
             except (EOFError, OSError):
                 messages.append((rank, None))
         return messages
@@ -119,3 +151,11 @@ class WorkerGroup:
         else:
             how = f"died by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the worker of rank {rank} {how}"
+
+
+def _bound_waits(pipe: Connection, seconds: float) -> None:
+    """Let no read or write in the middle of a message last longer than ``seconds``: a stopped rank blocks nobody."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as ours:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, limit)

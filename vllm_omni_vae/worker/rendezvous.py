@@ -59,9 +59,7 @@ def dismiss(control: Communicator | None) -> None:
 
 
 @torch.no_grad()
-def follow(
-    vaes: Mapping[str, Any], control: Communicator, device: torch.device, cancelled: Callable[[], bool]
-) -> None:
+def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device, cancelled: Callable[[], bool]) -> None:
     """Collective, on a rank that only holds autoencoders: take part in every call of one job until it is over.
 
     A call that fails on all ranks alike leaves this rank waiting for the next one.

@@ -76,7 +76,7 @@ def run_job(
     try:
         with torch.no_grad(), watch.watching():
             frames = model.profile.call(model.pipeline, request, generator=generator, callback_on_step_end=on_step)
-            result = _to_uint8(frames, request.num_frames) if is_output else None
+            result = _to_uint8(frames, request.num_frames, watch.finite) if is_output else None
     finally:
         clock.enter(None)
         model.pipeline.maybe_free_model_hooks()
@@ -92,10 +92,10 @@ def run_job(
     )
 
 
-def _to_uint8(frames: torch.Tensor, expected: int) -> Any:
+def _to_uint8(frames: torch.Tensor, expected: int, decoded_finite: bool) -> Any:
     if frames.shape[0] != expected:
         raise InvalidOutput(f"the model made {frames.shape[0]} frames instead of {expected}")
-    if not bool(torch.isfinite(frames).all()):
+    if not decoded_finite or not bool(torch.isfinite(frames).all()):
         raise InvalidOutput("the model made values that are not finite; with float16 try bfloat16 or float32")
     return (frames.float() * 255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
 

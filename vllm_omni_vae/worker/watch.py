@@ -59,6 +59,12 @@ class VaeWatch:
         self._check = check
         self._check_alone = check_alone
         self.decisions: list[Decision] = []
+        self._finite: Any = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every decoder output of this rank was finite; a clamp hides infinity afterwards."""
+        return self._finite is None or bool(self._finite)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -117,6 +123,7 @@ class VaeWatch:
         handles = [
             network.register_forward_pre_hook(lambda *_: self._before_call()) for network in (vae.encoder, vae.decoder)
         ]
+        handles.append(vae.decoder.register_forward_hook(lambda _, __, output: self._after_decoder(output)))
         if state is not None:
             state.on_decision = self._note
             state.executor.observer = self._on_tile
@@ -134,6 +141,10 @@ class VaeWatch:
         self._check_alone()
         self._report(self._stage, self._calls, self._total)
         self._calls += 1
+
+    def _after_decoder(self, output: Any) -> None:
+        finite = output.isfinite().all()
+        self._finite = finite if self._finite is None else self._finite & finite
 
     def _on_tile(self, done: int, total: int) -> None:
         self._check()

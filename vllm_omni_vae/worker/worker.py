@@ -22,6 +22,9 @@ from .rendezvous import LeaderRendezvous, dismiss, follow
 
 logger = logging.getLogger(__name__)
 
+_AS_LONG_AS_IT_TAKES = timedelta(days=30)
+"""Ranks wait for each other while one loads or denoises; the engine watches for silence and ends those that wait."""
+
 
 class RankWorker:
     """The life of one rank process.
@@ -66,9 +69,9 @@ class RankWorker:
                 init_method=setup.init_method,
                 rank=setup.rank,
                 world_size=setup.world_size,
-                timeout=timedelta(seconds=setup.config.worker_timeout),
+                timeout=_AS_LONG_AS_IT_TAKES,
             )
-        model = loader.load(setup.config, setup.rank)
+        model = loader.load(setup.config, setup.rank, _AS_LONG_AS_IT_TAKES)
         if setup.world_size > 1:
             self._join_groups(model)
         return model
@@ -77,11 +80,11 @@ class RankWorker:
         """Collective over the world."""
         dit = self._setup.config.parallel.dit_world_size
         world, rank = self._setup.world_size, self._setup.rank
-        denoisers = dist.new_group(list(range(dit)), backend="gloo")
+        denoisers = dist.new_group(list(range(dit)), _AS_LONG_AS_IT_TAKES, "gloo")
         if rank < dit and dit > 1:
             self._denoisers = TorchCommunicator(denoisers)
         led = [0, *range(dit, world)]
-        control = dist.new_group(led, backend="gloo")
+        control = dist.new_group(led, _AS_LONG_AS_IT_TAKES, "gloo")
         if rank in led and len(led) > 1:
             self._control = TorchCommunicator(control)
         for place, vae in enumerate(model.vaes.values()):
