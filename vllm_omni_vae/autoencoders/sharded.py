@@ -65,11 +65,10 @@ def run_sharded(
             shard.check(piece, extents)
         except Exception as e:
             error = e
-            if not isinstance(e, Cancelled):
-                halo.abandon()
+            halo.abandon()
     try:
         agree(comm, error)
-    except RankError:
+    except (RankError, Cancelled):
         if groups.halo is not None:
             groups.halo.abandon()
         raise

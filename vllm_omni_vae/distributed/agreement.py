@@ -18,8 +18,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class _Outcome(IntEnum):
     FINE = 0
-    CANCELLED = 1
-    PEER_LOST = 2
+    PEER_LOST = 1
+    CANCELLED = 2
     FAILED = 3
 
 
@@ -39,7 +39,7 @@ def agree(comm: Communicator, error: BaseException | None = None) -> None:
     """
     outcomes = comm.all_gather(_integers(comm, [_outcome(error)])).flatten().tolist()
     worst = max(outcomes)
-    if worst >= _Outcome.PEER_LOST:
+    if worst in (_Outcome.PEER_LOST, _Outcome.FAILED):
         texts = _all_texts(comm, f"{type(error).__name__}: {error}" if error is not None else "")
         rank = outcomes.index(worst)
         raise RankError(rank, texts[rank]) from error

@@ -7,10 +7,12 @@ import dataclasses
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ..errors import DisagreementError, PeerLostError
 
@@ -154,10 +156,13 @@ class Communicator(ABC):
 class TorchCommunicator(Communicator):
     """A `torch.distributed` process group; peers are ranks of the group, whatever their global numbers."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None):
+        self._timeout = timeout
         super().__init__(dist.get_rank(group), dist.get_world_size(group), _control_device(group))
         self._group: dist.ProcessGroup | None = group
         self._global = dist.get_process_group_ranks(group)
+        self._name = group.group_name
+        self._renewals = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -182,8 +187,24 @@ class TorchCommunicator(Communicator):
             gc.collect()
 
     def renew(self) -> None:
-        if self._group is None:
-            self._group = dist.new_group(self._global, use_local_synchronization=True)
+        """Collective. Make an abandoned group anew, under a name that all its ranks come to alike.
+
+        `torch.distributed.new_group` would name it by how many groups each process is in, and those differ.
+        """
+        if self._group is not None:
+            return
+        self._renewals += 1
+        backend, store = c10d._world.pg_map[c10d._get_default_group()]
+        self._group, _ = c10d._new_process_group_helper(
+            self.size,
+            self.rank,
+            self._global,
+            c10d.Backend(backend),
+            store,
+            group_name=c10d.GroupName(f"{self._name}/{self._renewals}"),
+            timeout=self._timeout or c10d._get_default_timeout(c10d.Backend(backend)),
+        )
+        c10d._world.pg_group_ranks[self._group] = {rank: place for place, rank in enumerate(self._global)}
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         def batch() -> None:

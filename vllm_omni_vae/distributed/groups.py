@@ -79,12 +79,12 @@ class VaeGroups:
         owner = workers[output_rank]
         workers = sorted(workers, key=domain.index)
         everyone = domain == world
-        whole = TorchCommunicator(_new_group(domain, everyone, timeout))
+        whole = TorchCommunicator(_new_group(domain, everyone, timeout), timeout)
         inside = dist.get_rank() in workers
         halo = work = None
         if everyone or inside:
             groups = [_new_group(workers, everyone, timeout) for _ in range(2)]
-            halo, work = (TorchCommunicator(group) if inside else None for group in groups)
+            halo, work = (TorchCommunicator(group, timeout) if inside else None for group in groups)
         return cls(work, whole, tuple(domain.index(rank) for rank in workers), workers.index(owner), halo)
 
 

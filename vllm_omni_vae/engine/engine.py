@@ -327,13 +327,13 @@ class Engine:
         """Every rank has left the job and waits: hand out its outcome.
 
         Raises:
-            _Broken: denoiser ranks ended differently for a reason that they did not share, or an exchange broke off.
+            _Broken: denoiser ranks ended differently for a reason that they did not share.
         """
         failed = job.failure
         if failed and failed.failure:
             dit = range(self.config.parallel.dit_world_size)
             alone = failed.failure is Failure.UNEXPECTED and not all(job.reports[rank].failure for rank in dit)
-            if alone or any(report.broken for report in job.reports.values()):
+            if alone:
                 raise _Broken(failed.message, failed.failure)
         self._done += 1
         result = job.reports[0].result

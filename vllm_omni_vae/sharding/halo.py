@@ -87,6 +87,8 @@ def pad_with_halos(
 def _span(x: torch.Tensor, layout: ShardLayout, edge: Edge, dim: int, mode: str) -> tuple[int, int]:
     """Rows that are added before and after on this rank."""
     if not layout.sharded(dim):
+        if mode == "reflect" and max(edge.pad_before, edge.pad_after) >= x.shape[dim]:
+            raise UnsupportedError(f"reflection of {x.shape[dim]} rows needs less padding than that")
         return edge.pad_before, edge.pad_after
     shards = layout.extents(dim, x.shape[_HEIGHT], x.shape[_WIDTH])
     thinnest = min(shards)

@@ -143,7 +143,7 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any], along: Along, count: in
             return set()
     if "other" in kwargs:
         return set()
-    if given is None or isinstance(given, bool):
+    if given is None or isinstance(given, bool) or given == ():
         given = range(count) if along.default is None else along.default
     flat = [d for part in (given if isinstance(given, (tuple, list, range)) else [given]) for d in _flat(part)]
     return {d % count for d in flat}

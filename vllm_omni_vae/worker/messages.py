@@ -85,7 +85,6 @@ class Finished:
         message: Reason of the failure.
         result: The clip, on the output rank; ``peak_memory_mb`` holds that rank alone.
         peak_memory_mb: Peak memory of this rank during the job, MiB.
-        broken: This rank left an exchange in the middle and must be restarted before the next job.
     """
 
     job_id: str
@@ -93,7 +92,6 @@ class Finished:
     message: str = ""
     result: GenerationResult | None = None
     peak_memory_mb: float = 0.0
-    broken: bool = False
 
 
 ToRank = Setup | Run | Cancel | Stop

@@ -115,7 +115,7 @@ class RankWorker:
             logger.exception("job %s failed", run.job_id)
             failure, message = Failure.UNEXPECTED, f"{type(error).__name__}: {error}"
         peak = runner.peak_memory_mb(model.device)
-        return Finished(run.job_id, failure, message, result, peak, _exchange_broken(model))
+        return Finished(run.job_id, failure, message, result, peak)
 
     def _run(self, model: loader.LoadedModel, run: Run) -> GenerationResult | None:
         if model.pipeline is None:
@@ -149,11 +149,6 @@ class RankWorker:
 
     def _send(self, message: FromRank) -> None:
         self._pipe.send(message)
-
-
-def _exchange_broken(model: loader.LoadedModel) -> bool:
-    states = [getattr(vae, "parallel_state", None) for vae in model.vaes.values()]
-    return any(state is not None and state.groups.halo is not None and state.groups.halo.abandoned for state in states)
 
 
 def run_rank(connection: Any) -> None:
