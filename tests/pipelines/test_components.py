@@ -69,7 +69,7 @@ class TwoStages(DiffusionPipeline):
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let autoencoders believe to be on rank 0 of two; nothing here makes them talk."""
 
-    def create(size: int, group: Any = None, output_rank: int = 0) -> VaeGroups:
+    def create(size: int, group: Any = None, output_rank: int = 0, timeout: Any = None) -> VaeGroups:
         return local_groups(LocalCommunicator(LocalWorld(size), 0), output=output_rank)
 
     monkeypatch.setattr(VaeGroups, "create", create)

@@ -71,14 +71,15 @@ class LocalWorld:
 
     def take(self, src: int, dst: int) -> torch.Tensor:
         """Wait for the next tensor from ``src``."""
-        mail = self._mail[src, dst]
+        with self._changed:
+            mail = self._mail[src, dst]
         self._wait(dst, lambda: bool(mail), f"a message from rank {src}")
         return mail.popleft()
 
     def meet(self, rank: int, step: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Bring ``tensor`` to collective number ``step`` and return what every rank brought, in rank order."""
-        arrived = self._steps[step]
         with self._changed:
+            arrived = self._steps[step]
             arrived[rank] = (name, tensor.clone())
             self._changed.notify_all()
         self._wait(rank, lambda: len(arrived) == self.size, f"the others in {name}")
