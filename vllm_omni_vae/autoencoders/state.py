@@ -111,7 +111,8 @@ class ParallelState:
                 self.executor.observer(done, total)
         except Cancelled as told:
             error = told
-        if self.stoppable and self.groups.work is not None:
-            agree(self.groups.work, error)
+        halo = self.groups.halo or self.groups.work
+        if self.stoppable and halo is not None:  # a rank that fails in between abandons this group, and nobody waits
+            agree(halo, error)
         elif error:
             raise error

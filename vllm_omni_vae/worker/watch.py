@@ -143,7 +143,7 @@ class VaeWatch:
         self._calls += 1
 
     def _after_decoder(self, output: Any) -> None:
-        finite = output.isfinite().all()
+        finite = output.isfinite().flatten().all()  # flat: within a shard, a map has no sums of its own
         self._finite = finite if self._finite is None else self._finite & finite
 
     def _on_tile(self, done: int, total: int) -> None:
