@@ -15,7 +15,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from tests.e2e.conftest import CPU, Checkpoint, Start, left_media
 from tests.e2e.media import file_of, photo, read_clip
 from tests.helpers.server import Server
-from vllm_omni_vae import DistributedAutoencoderKLWan, VaeParallelMode
+from vllm_omni_vae import VaeParallelMode
 from vllm_omni_vae.server.media import encode_video
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +33,6 @@ TI2V: Mapping[str, Any] = {
 }
 TILES = ("--vae-tile-size", "64x64", "--vae-tile-stride", "48x48")
 SHARD = VaeParallelMode.SPATIAL_SHARD_WIDTH
-CAN_SHARD = SHARD in DistributedAutoencoderKLWan.spec.modes
 
 
 @pytest.fixture(scope="module", params=[CPU])
@@ -100,7 +99,6 @@ def test_ti2v_makes_a_clip_of_a_picture_as_diffusers_does(ti2v: Server, model: s
     assert ti2v.content(job.id) == mp4(frames, tmp_path / "alone.mp4")
 
 
-@pytest.mark.skipif(not CAN_SHARD, reason="Wan does not have this mode")
 def test_one_feature_map_spread_over_two_ranks_is_the_untiled_clip(start: Start, model: str, tmp_path: Path) -> None:
     server = start("vllm-omni-vae", "serve", model, *TWO_RANKS, *TILES, "--vae-parallel-mode", SHARD)
     server.wait_until_healthy()
@@ -139,13 +137,8 @@ def test_default_tiles_and_sigterm_in_the_middle_of_a_job(start: Start, checkpoi
             "vae_parallel_mode tile on 2 ranks works in tiles, but VAE tiling was switched off",
         ),
         ((*TWO_RANKS, "--vae-tile-size", "64x64"), "tile stride 192 is larger than the tile size 64"),
-        pytest.param(
-            (*TWO_RANKS, "--vae-parallel-mode", SHARD),
-            f"AutoencoderKLWan cannot run vae_parallel_mode {SHARD}; it has tile",
-            marks=pytest.mark.skipif(CAN_SHARD, reason="Wan has this mode"),
-        ),
     ],
-    ids=["no tiling", "stride", "shard"],
+    ids=["no tiling", "stride"],
 )
 def test_what_cannot_work_ends_the_start_with_the_reason(
     start: Start, model: str, flags: tuple[str, ...], reason: str
