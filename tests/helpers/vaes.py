@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from diffusers import AutoencoderKLWan
 
-from vllm_omni_vae.autoencoders import Decision, DistributedAutoencoderKLWan, ParallelState
+from vllm_omni_vae.autoencoders import Decision, Operation, ParallelState, distributed_class
 from vllm_omni_vae.config import VaeParallelMode
 from vllm_omni_vae.distributed import LocalCommunicator, LocalWorld, VaeGroups
 from vllm_omni_vae.tiny.common import randomize
@@ -19,36 +19,77 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TinyVae:
-    """One configuration of `AutoencoderKLWan`: layers, and (tile height, tile width, stride height, stride width)."""
+    """One configuration of a diffusers autoencoder.
 
+    Attributes:
+        base: The diffusers class.
+        layers: What it is made with.
+        tile: What `enable_tiling` is given.
+        pixels, latents: Channels of its public input and of its latents.
+        ratio: Pixels that make a latent, along height and width.
+        step: Frames for each latent frame after the first; 0 for pictures.
+        unit: Heights and widths in pixels that it can encode are multiples of this.
+        arguments: Further arguments of a public call.
+    """
+
+    base: Any
     layers: Mapping[str, Any]
-    tile: tuple[int, int, int, int]
+    tile: tuple[int, ...]
+    latents: int
+    pixels: int = 3
+    ratio: int = 8
+    step: int = 4
+    unit: int = 1
+    arguments: Mapping[Operation, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def frames(self, time: int) -> tuple[int, ...]:
+        """Frames of ``time`` latent frames, as the shape of a tensor has them."""
+        return (1 + (time - 1) * self.step,) if self.step else ()
+
+    def given(self, operation: Operation) -> dict[str, Any]:
+        """Further arguments of a public call of ``operation``."""
+        return dict(self.arguments.get(operation, {}))
 
 
 _NARROW = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 VAES: Mapping[str, TinyVae] = {
-    "wan2.1": TinyVae(_NARROW, (32, 32, 24, 24)),
+    "wan2.1": TinyVae(AutoencoderKLWan, _NARROW, (32, 32, 24, 24), latents=4),
     "wan2.2-a14b": TinyVae(
-        _NARROW | {"z_dim": 6, "dim_mult": [1, 2, 2, 1], "temperal_downsample": [True, False, True]}, (32, 48, 24, 40)
+        AutoencoderKLWan,
+        _NARROW | {"z_dim": 6, "dim_mult": [1, 2, 2, 1], "temperal_downsample": [True, False, True]},
+        (32, 48, 24, 40),
+        latents=6,
     ),
     "wan2.2-ti2v-5b": TinyVae(
+        AutoencoderKLWan,
         _NARROW
         | {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16},
         (64, 64, 48, 48),
+        latents=4,
+        ratio=16,
+        unit=16,
     ),
     "half time": TinyVae(
-        _NARROW | {"temperal_downsample": [False, False, True], "scale_factor_temporal": 2}, (32, 32, 24, 24)
+        AutoencoderKLWan,
+        _NARROW | {"temperal_downsample": [False, False, True], "scale_factor_temporal": 2},
+        (32, 32, 24, 24),
+        latents=4,
     ),
 }
+"""Every configuration that is tested, by name."""
+
+RELEASED = tuple(name for name in VAES if name != "half time")
+"""Those with the structure of a published autoencoder."""
 
 
-def tiny_vae(name: str = "wan2.1", dtype: torch.dtype = torch.float32, *, tiled: bool = True) -> AutoencoderKLWan:
+def tiny_vae(name: str = "wan2.1", dtype: torch.dtype = torch.float32, *, tiled: bool = True) -> Any:
     """The VAE ``name`` with the same random weights in every process."""
-    made = randomize(AutoencoderKLWan(**VAES[name].layers), torch.Generator().manual_seed(0))
+    tiny = VAES[name]
+    made = randomize(tiny.base(**tiny.layers), torch.Generator().manual_seed(0))
     torch.nn.Module.to(made, dtype)  # diffusers' own `to` writes a line for every cast
     if tiled:
-        made.enable_tiling(*VAES[name].tile)
+        made.enable_tiling(*tiny.tile)
     return made
 
 
@@ -57,18 +98,38 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def latents(
-    vae: AutoencoderKLWan, time: int, height: int, width: int, *, batch: int = 1, seed: int = 0
-) -> torch.Tensor:
-    """Latents that ``vae`` decodes."""
-    return noise(batch, vae.config.z_dim, time, height, width, seed=seed, dtype=vae.dtype)
+def latents(vae: Any, time: int, height: int, width: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Latents that ``vae`` decodes; a VAE of pictures takes no ``time``."""
+    tiny = _of(vae)
+    extents = (time, height, width) if tiny.step else (height, width)
+    return noise(batch, tiny.latents, *extents, seed=seed, dtype=vae.dtype)
 
 
-def pixels(
-    vae: AutoencoderKLWan, frames: int, height: int, width: int, *, batch: int = 1, seed: int = 0
-) -> torch.Tensor:
-    """Pixels from -1 to 1 that ``vae`` encodes."""
-    return noise(batch, 3, frames, height, width, seed=seed).mul(0.5).clamp(-1, 1).to(vae.dtype)
+def pixels(vae: Any, frames: int, height: int, width: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Pixels from -1 to 1 that ``vae`` encodes; a VAE of pictures takes no ``frames``."""
+    tiny = _of(vae)
+    extents = (frames, height, width) if tiny.step else (height, width)
+    return noise(batch, tiny.pixels, *extents, seed=seed).mul(0.5).clamp(-1, 1).to(vae.dtype)
+
+
+def _of(vae: Any) -> TinyVae:
+    """The configuration that ``vae`` was made with."""
+    return next(
+        tiny
+        for tiny in VAES.values()
+        if isinstance(vae, tiny.base) and all(_plain(vae.config[k]) == _plain(v) for k, v in tiny.layers.items())
+    )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def run_public(vae: Any, operation: Operation, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """Sample or moments of ``x`` by the public method of ``vae``."""
+    if operation is Operation.DECODE:
+        return vae.decode(x, **arguments).sample
+    return vae.encode(x, **arguments).latent_dist.parameters
 
 
 def local_groups(
@@ -85,14 +146,14 @@ def local_groups(
 
 def on_ranks(
     size: int,
-    vae: AutoencoderKLWan,
+    vae: Any,
     call: Callable[[Any, int], T],
     *,
     mode: VaeParallelMode = VaeParallelMode.TILE,
     workers: tuple[int, ...] = (),
     output: int = 0,
     broadcast: bool = False,
-    kind: type = DistributedAutoencoderKLWan,
+    kind: type | None = None,
 ) -> list[T]:
     """Return what ``call(copy of vae, rank)`` returns on each of ``size`` ranks that are threads.
 
@@ -102,7 +163,7 @@ def on_ranks(
 
     def body(comm: LocalCommunicator) -> T:
         mine = copy.deepcopy(vae)
-        mine.__class__ = kind
+        mine.__class__ = kind or distributed_class(vae)
         mine._vae_parallel = ParallelState(local_groups(comm, workers, output, work_world), mode, broadcast)
         with torch.no_grad():
             return call(mine, comm.rank)

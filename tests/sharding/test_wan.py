@@ -17,6 +17,7 @@ from tests.helpers.vaes import decisions, latents, on_ranks, pixels, tiny_vae
 from tests.sharding.memory import LiveBytes
 from tests.sharding.spread import Ran, Spread, results
 from vllm_omni_vae.autoencoders import Operation, Strategy
+from vllm_omni_vae.autoencoders.spec import CallOptions
 from vllm_omni_vae.autoencoders.wan import WanSpec
 from vllm_omni_vae.config import VaeParallelMode
 from vllm_omni_vae.distributed import LocalCommunicator, NullCommunicator
@@ -59,8 +60,8 @@ def seen(vae: AutoencoderKLWan, operation: Operation, x: torch.Tensor) -> torch.
 
 def piece_of(vae: AutoencoderKLWan, operation: Operation, mine: torch.Tensor, chunk: int) -> torch.Tensor:
     if operation is ENCODE:
-        return SPEC.encode_tile(vae, mine, chunk)
-    return SPEC.finish_decode(vae, SPEC.decode_tile(vae, mine, chunk))
+        return SPEC.encode_tile(vae, mine, CallOptions(chunk))
+    return SPEC.finish_decode(vae, SPEC.decode_tile(vae, mine, CallOptions(chunk)))
 
 
 def shard_of(

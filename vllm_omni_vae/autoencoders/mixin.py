@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from ..errors import ConfigurationError, UnsupportedError
 from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
 from .policy import Decision, select_strategy
 from .sharded import run_sharded
-from .spec import FamilySpec, Operation, output_dtype
+from .spec import CallOptions, FamilySpec, Operation, output_dtype
 from .state import ParallelState
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ class DistributedVaeMixin:
     Put it before the diffusers class: ``class DistributedX(DistributedVaeMixin, X)`` with ``spec`` set. Until
     `set_parallel_size` is called with more than one rank, every method is diffusers' own.
 
-    Decoded samples belong to the output rank. On other ranks `decode` returns a placeholder: zeros of shape
-    ``(B, C, 1, 1, 1)``, enough for the tail of a diffusers pipeline to run on. Moments from `encode` are whole on every
-    rank.
+    Decoded samples belong to the output rank. On other ranks `decode` returns a placeholder: zeros with one frame, row
+    and column, enough for the tail of a diffusers pipeline to run on. Moments from `encode` are whole on every rank.
+
+    Inputs are ``(B, C, T, H, W)``, or ``(B, C, H, W)`` for a family of pictures. A family whose tiled functions take
+    further arguments overrides `tiled_encode` and `tiled_decode` and passes them on by name.
     """
 
     spec: ClassVar[FamilySpec]
@@ -134,45 +137,56 @@ class DistributedVaeMixin:
             self.__dict__.update(before)
             raise
 
-    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """Collective when distributed. Moments of pixels ``(B, C, T, H, W)``, whole on every rank."""
+    def encode(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Collective when distributed. Moments of pixels, whole on every rank; arguments as in diffusers."""
         with self._one_call(Operation.ENCODE, x):
-            return super().encode(x, return_dict=return_dict)  # type: ignore[misc]
+            return super().encode(x, *args, **kwargs)  # type: ignore[misc]
 
-    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        """Collective when distributed. Sample of latents ``(B, C, T, H, W)``, on the output rank (see the class)."""
+    def decode(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Collective when distributed. Sample of latents, on the output rank (see the class)."""
         with self._one_call(Operation.DECODE, z):
-            return super().decode(z, return_dict=return_dict)  # type: ignore[misc]
+            return super().decode(z, *args, **kwargs)  # type: ignore[misc]
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
         """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on every rank."""
-        state = self._vae_parallel
-        if state is None:
+        if self._vae_parallel is None:
             return super().tiled_encode(x)  # type: ignore[misc]
-        operator = DistributedOperator(self.encode_tile_split, self.encode_tile_exec, self.encode_tile_merge)
-        moments = self._execute(state, Operation.ENCODE, x, operator, broadcast=True)
-        assert moments is not None
-        return moments
+        return self.encode_shared(x)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
         """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on the output rank."""
-        state = self._vae_parallel
-        if state is None:
+        if self._vae_parallel is None:
             return super().tiled_decode(z, return_dict=return_dict)  # type: ignore[misc]
-        operator = DistributedOperator(self.tile_split, self.tile_exec, self.tile_merge)
-        sample = self._execute(state, Operation.DECODE, z, operator, broadcast=state.broadcast_decode)
-        if sample is None:
-            shape = self.spec.finished_shape(self, (z.shape[0], self.spec.channels(self, Operation.DECODE), 1, 1, 1))
-            sample = z.new_zeros((*shape[:2], 1, 1, 1))
+        sample = self.decode_shared(z)
         return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+    def encode_shared(self, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Collective; only when distributed. Moments of what the tiled function sees, on every rank.
+
+        Args:
+            x: Pixels as the tiled function sees them.
+            arguments: Further arguments of the tiled function, by name.
+        """
+        moments = self._execute(Operation.ENCODE, x, arguments)
+        assert moments is not None
+        return moments
+
+    def decode_shared(self, z: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Collective; only when distributed. The sample on its owner, a placeholder elsewhere; see `encode_shared`."""
+        sample = self._execute(Operation.DECODE, z, arguments)
+        if sample is None:
+            small = self.spec.shape(z.shape[0], self.spec.channels(self, Operation.DECODE), (1, 1, 1))
+            shape = self.spec.finished_shape(self, small)
+            sample = z.new_zeros(self.spec.shape(shape[0], shape[1], (1, 1, 1)))
+        return sample
 
     def tile_split(self, z: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut latents into tiles whose output shapes are known beforehand."""
         return self._split(z, Operation.DECODE)
 
-    def tile_exec(self, task: TileTask) -> torch.Tensor:
+    def tile_exec(self, task: TileTask, **arguments: Any) -> torch.Tensor:
         """Decode one tile."""
-        return self.spec.decode_tile(self, task.tensor)
+        return self.spec.decode_tile(self, task.tensor, CallOptions(arguments=arguments))
 
     def tile_merge(self, tiles: Mapping[tuple[int, ...], torch.Tensor], grid_spec: GridSpec) -> torch.Tensor:
         """Blend decoded tiles and finish as un-tiled decode does."""
@@ -182,9 +196,9 @@ class DistributedVaeMixin:
         """Cut pixels into tiles whose output shapes are known beforehand."""
         return self._split(x, Operation.ENCODE)
 
-    def encode_tile_exec(self, task: TileTask) -> torch.Tensor:
+    def encode_tile_exec(self, task: TileTask, **arguments: Any) -> torch.Tensor:
         """Encode one tile to moments."""
-        return self.spec.encode_tile(self, task.tensor)
+        return self.spec.encode_tile(self, task.tensor, CallOptions(arguments=arguments))
 
     def encode_tile_merge(self, tiles: Mapping[tuple[int, ...], torch.Tensor], grid_spec: GridSpec) -> torch.Tensor:
         """Blend the moments of all tiles."""
@@ -197,45 +211,40 @@ class DistributedVaeMixin:
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
     def _split(self, x: torch.Tensor, operation: Operation) -> tuple[list[TileTask], GridSpec]:
-        time, height, width = x.shape[-3:]
-        grid = self.spec.grid(self, operation, (time, height, width))
-        head = (x.shape[0], self.spec.channels(self, operation))
+        spec = self.spec
+        grid = spec.grid(self, operation, spec.extents(x.shape))
+        batch, channels = x.shape[0], spec.channels(self, operation)
         tasks = []
         for tile_id, coord in enumerate(grid.coords()):
             cell = grid.cell(coord)
-            t, h, w = (slice(window.start, window.stop) for window in cell)
-            shape = (*head, *(window.length for window in cell))
-            tasks.append(TileTask(tile_id, coord, x[..., t, h, w], grid.workload(coord), shape))
-        whole: tuple[int, ...] = (*head, *grid.out_extents)
+            time, height, width = (window.length for window in cell)
+            shape = spec.shape(batch, channels, (time, height, width))
+            tasks.append(TileTask(tile_id, coord, spec.cut(x, cell), grid.workload(coord), shape))
+        whole = spec.shape(batch, channels, grid.out_extents)
         if operation is Operation.DECODE:
-            whole = self.spec.finished_shape(self, whole)
+            whole = spec.finished_shape(self, whole)
         return tasks, GridSpec(grid, output_dtype(x), whole)
 
-    def _execute(
-        self,
-        state: ParallelState,
-        operation: Operation,
-        x: torch.Tensor,
-        operator: DistributedOperator,
-        broadcast: bool,
-    ) -> torch.Tensor | None:
+    def _execute(self, operation: Operation, x: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor | None:
+        state = self._vae_parallel
+        assert state is not None
         if state.rendezvous:
             x = state.rendezvous.announce(operation, x)
-        time, height, width = x.shape[-3:]
-        decision = self.decide(state, operation, (time, height, width))
+        encode = operation is Operation.ENCODE
+        broadcast = encode or state.broadcast_decode
+        decision = self.decide(state, operation, self.spec.extents(x.shape))
         facts: dict[str, object] = {"operation": operation.value, "weights": str(self.dtype)}
         if decision.sharded:
+            options = CallOptions(decision.chunk, state.between, arguments)
             return run_sharded(
-                state.groups,
-                self.spec,
-                self,
-                operation,
-                x,
-                decision,
-                broadcast=broadcast,
-                facts=facts,
-                between=state.between,
+                state.groups, self.spec, self, operation, x, decision, broadcast=broadcast, facts=facts, options=options
             )
+        if encode:
+            run = partial(self.encode_tile_exec, **arguments)
+            operator = DistributedOperator(self.encode_tile_split, run, self.encode_tile_merge)
+        else:
+            run = partial(self.tile_exec, **arguments)
+            operator = DistributedOperator(self.tile_split, run, self.tile_merge)
         return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: facts)
 
     def _call_facts(self, state: ParallelState, operation: Operation, x: torch.Tensor) -> dict[str, object]:

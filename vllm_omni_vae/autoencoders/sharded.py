@@ -12,7 +12,7 @@ from ..errors import Cancelled, RankError, UnsupportedError
 from ..geometry import Partition, RankGrid
 from ..sharding import ShardLayout, SpatialShard
 from .policy import Decision
-from .spec import Between, FamilySpec, Operation, ignore, output_dtype
+from .spec import CallOptions, FamilySpec, Operation, output_dtype
 
 
 def run_sharded(
@@ -25,7 +25,7 @@ def run_sharded(
     *,
     broadcast: bool,
     facts: dict[str, object],
-    between: Between = ignore,
+    options: CallOptions,
 ) -> torch.Tensor | None:
     """Collective over the working ranks, and over all calling ranks when the result is broadcast.
 
@@ -33,11 +33,10 @@ def run_sharded(
         groups: The ranks. Halos travel in `VaeGroups.halo`, agreement among all that take part.
         spec, vae, operation: What runs.
         x: The whole input as the tiled function sees it, the same on every rank.
-        decision: The rank grid and the chunk.
+        decision: The rank grid.
         broadcast: Whether every calling rank gets the result.
         facts: Further values that must be equal on all ranks, by name.
-        between: Called on every working rank before each network call with (done, all); what it raises must be raised
-            on all of them.
+        options: How the networks are called. What ``between`` raises must be raised on every working rank.
 
     Returns:
         The whole result on the output rank, and everywhere with ``broadcast``; else None.
@@ -61,7 +60,7 @@ def run_sharded(
         try:
             halo.renew()
             shard = _shard(halo, spec, vae, operation, x, decision)
-            piece = _run_piece(shard, spec, vae, operation, x, decision, between)
+            piece = _run_piece(shard, spec, vae, operation, x, options)
             shard.check(piece, extents)
         except Exception as e:
             error = e
@@ -97,24 +96,22 @@ def _run_piece(
     vae: Any,
     operation: Operation,
     x: torch.Tensor,
-    decision: Decision,
-    between: Between,
+    options: CallOptions,
 ) -> torch.Tensor:
     """Collective over the working ranks. This rank's piece of the finished result."""
     encode = operation is Operation.ENCODE
     mine = shard.shard(x, spec.ratio(vae, operation))
     with shard:
         if encode:
-            piece = spec.encode_tile(vae, mine, decision.chunk, between)
+            piece = spec.encode_tile(vae, mine, options)
         else:
-            piece = spec.finish_decode(vae, spec.decode_tile(vae, mine, decision.chunk, between))
-    if spec.attends and not shard.operators.attention_calls:
+            piece = spec.finish_decode(vae, spec.decode_tile(vae, mine, options))
+    if spec.attends(vae) and not shard.operators.attention_calls:
         raise UnsupportedError(f"{spec.name} attends over space in a way that a shard does not see")
     return piece
 
 
 def _whole_shape(spec: FamilySpec, vae: Any, operation: Operation, x: torch.Tensor) -> tuple[int, ...]:
-    time, height, width = x.shape[-3:]
-    out = spec.grid(vae, operation, (time, height, width)).out_extents
-    whole: tuple[int, ...] = (x.shape[0], spec.channels(vae, operation), *out)
+    out = spec.grid(vae, operation, spec.extents(x.shape)).out_extents
+    whole = spec.shape(x.shape[0], spec.channels(vae, operation), out)
     return whole if operation is Operation.ENCODE else spec.finished_shape(vae, whole)

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import torch
 
 from ..config import VaeParallelMode
-from ..geometry import AxisTiling, TileGrid
+from ..errors import GeometryError
+from ..geometry import AxisTiling, TileGrid, Window
 
 Vae = Any
 """An instance of the family's diffusers class; diffusers ships no types."""
@@ -22,6 +24,25 @@ Between = Callable[[int, int], None]
 
 def ignore(done: int, total: int) -> None:
     """Do nothing between network calls."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallOptions:
+    """How one input goes through the networks.
+
+    Attributes:
+        chunk: Latent frames that the network takes at a time after the first; 1 as in diffusers.
+        between: Called with (done, all) network calls before each of them; it may raise to stop.
+        arguments: Further arguments of the public call that the networks take, by name.
+    """
+
+    chunk: int = 1
+    between: Between = ignore
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+PLAIN = CallOptions()
+"""As diffusers calls the networks."""
 
 
 class Operation(StrEnum):
@@ -37,12 +58,12 @@ class FamilySpec(ABC):
     Class attributes:
         name: What the family is called in tables and messages.
         modes: Strategies the family can run; anything else is refused when it is set.
-        attends: Whether every network call attends over space, which a shard must have seen to.
+        has_time: Whether tensors are ``(B, C, T, H, W)``; else ``(B, C, H, W)``, and the extent of time counts as 1.
     """
 
     name: str
     modes: frozenset[VaeParallelMode] = frozenset({VaeParallelMode.TILE, VaeParallelMode.AUTO})
-    attends: bool = False
+    has_time: bool = True
 
     @property
     @abstractmethod
@@ -78,19 +99,16 @@ class FamilySpec(ABC):
         return 1
 
     @abstractmethod
-    def encode_tile(self, vae: Vae, x: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
-        """Moments of one tile, from a clean state.
-
-        Args:
-            vae: The autoencoder.
-            x: Pixels as the tiled function sees them.
-            chunk: Latent frames that the network takes at a time after the first; 1 as in diffusers.
-            between: Called with (done, all) network calls before each of them; it may raise to stop.
-        """
+    def encode_tile(self, vae: Vae, x: torch.Tensor, options: CallOptions = PLAIN) -> torch.Tensor:
+        """Moments of one tile, from a clean state; ``x`` is pixels as the tiled function sees them."""
 
     @abstractmethod
-    def decode_tile(self, vae: Vae, z: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
-        """Sample of one tile, from a clean state, as it is before tiles are merged; arguments as `encode_tile`."""
+    def decode_tile(self, vae: Vae, z: torch.Tensor, options: CallOptions = PLAIN) -> torch.Tensor:
+        """Sample of one tile, from a clean state, as it is before tiles are merged."""
+
+    def attends(self, vae: Vae) -> bool:
+        """Whether every network call attends over space, which a shard must have seen to."""
+        return False
 
     def finish_decode(self, vae: Vae, merged: torch.Tensor) -> torch.Tensor:
         """What un-tiled decode does last, applied once to the merged tiles."""
@@ -113,10 +131,32 @@ class FamilySpec(ABC):
         for operation in Operation:
             self.tiling(vae, operation)
 
+    def check_dims(self, operation: Operation, shape: tuple[int, ...]) -> None:
+        """Refuse an input with other dims than the family's.
+
+        Raises:
+            GeometryError: says which it takes.
+        """
+        dims = "(B, C, T, H, W)" if self.has_time else "(B, C, H, W)"
+        if len(shape) != dims.count(",") + 1:
+            raise GeometryError(f"{self.name} {operation}s {dims} tensors; this one has the shape {shape}")
+
+    def extents(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """(T, H, W) of a tensor of ``shape``."""
+        return shape[-3] if self.has_time else 1, shape[-2], shape[-1]
+
+    def shape(self, batch: int, channels: int, extents: tuple[int, int, int]) -> tuple[int, ...]:
+        """Shape of a tensor of ``extents``."""
+        return batch, channels, *(extents if self.has_time else extents[1:])
+
+    def cut(self, x: torch.Tensor, cell: tuple[Window, Window, Window]) -> torch.Tensor:
+        """What a tile reads of ``x``; a view."""
+        time, height, width = (slice(window.start, window.stop) for window in cell)
+        return x[..., time, height, width] if self.has_time else x[..., height, width]
+
     def seen_extents(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """(T, H, W) of what the tiled function sees when the public input has ``shape``."""
-        time, height, width = shape[-3:]
-        return time, height, width
+        return self.extents(shape)
 
     def latents(self, vae: Vae, operation: Operation, extents: tuple[int, int]) -> tuple[int, int]:
         """Latent rows and columns of (H, W) as the tiled function sees them."""

@@ -11,7 +11,7 @@ from ..config import VaeParallelMode
 from ..errors import GeometryError
 from ..geometry import AxisScale, AxisTiling
 from .mixin import DistributedVaeMixin
-from .spec import Between, FamilySpec, Operation, Vae, ignore
+from .spec import PLAIN, CallOptions, FamilySpec, Operation, Vae
 
 
 class WanSpec(FamilySpec):
@@ -23,7 +23,6 @@ class WanSpec(FamilySpec):
 
     name = "AutoencoderKLWan"
     modes = frozenset(VaeParallelMode)
-    attends = True
 
     @property
     def base_class(self) -> type:
@@ -44,8 +43,7 @@ class WanSpec(FamilySpec):
         return bool(vae.use_tiling and larger)
 
     def check(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> None:
-        if len(shape) != 5:
-            raise GeometryError(f"{self.name} {operation}s (B, C, T, H, W) tensors; this one has the shape {shape}")
+        self.check_dims(operation, shape)
         if operation is Operation.DECODE:
             return
         frames, height, width = shape[-3:]
@@ -77,24 +75,27 @@ class WanSpec(FamilySpec):
     def channels(self, vae: Vae, operation: Operation) -> int:
         return int(2 * vae.config.z_dim if operation is Operation.ENCODE else vae.config.out_channels)
 
-    def encode_tile(self, vae: Vae, x: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
+    def attends(self, vae: Vae) -> bool:
+        return True
+
+    def encode_tile(self, vae: Vae, x: torch.Tensor, options: CallOptions = PLAIN) -> torch.Tensor:
         vae.clear_cache()
         moments = []
-        cuts = _cuts(x.shape[2], chunk * _frame_step(vae))
+        cuts = _cuts(x.shape[2], options.chunk * _frame_step(vae))
         for done, (start, stop) in enumerate(cuts):
-            between(done, len(cuts))
+            options.between(done, len(cuts))
             vae._enc_conv_idx = [0]
             features = vae.encoder(x[:, :, start:stop], feat_cache=vae._enc_feat_map, feat_idx=vae._enc_conv_idx)
             moments.append(vae.quant_conv(features))
         vae.clear_cache()
         return torch.cat(moments, dim=2)
 
-    def decode_tile(self, vae: Vae, z: torch.Tensor, chunk: int = 1, between: Between = ignore) -> torch.Tensor:
+    def decode_tile(self, vae: Vae, z: torch.Tensor, options: CallOptions = PLAIN) -> torch.Tensor:
         vae.clear_cache()
         frames = []
-        cuts = _cuts(z.shape[2], chunk)
+        cuts = _cuts(z.shape[2], options.chunk)
         for done, (start, stop) in enumerate(cuts):
-            between(done, len(cuts))
+            options.between(done, len(cuts))
             vae._conv_idx = [0]
             latent = vae.post_quant_conv(z[:, :, start:stop])
             frames.append(vae.decoder(latent, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=start == 0))

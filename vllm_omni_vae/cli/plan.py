@@ -162,18 +162,19 @@ def _shapes(vae: Any, operation: Operation, args: argparse.Namespace) -> tuple[t
 
     spec = vae.spec
     asked = (args.frames, args.height, args.width)
-    colours = spec.channels(vae, Operation.DECODE)
-    pixels = (1, spec.finished_shape(vae, (1, colours, 1, 1, 1))[1], *asked)
+    made_channels = spec.channels(vae, Operation.DECODE)
+    colours = spec.finished_shape(vae, spec.shape(1, made_channels, (1, 1, 1)))[1]
+    pixels = spec.shape(1, colours, asked)
     latents = spec.grid(vae, Operation.ENCODE, spec.seen_extents(vae, Operation.ENCODE, pixels)).out_extents
     decoded = spec.grid(vae, Operation.DECODE, latents).out_extents
-    made = spec.finished_shape(vae, (1, colours, *decoded))[-3:]
+    made = spec.extents(spec.finished_shape(vae, spec.shape(1, made_channels, decoded)))
     if operation is Operation.DECODE and made != asked:
         raise GeometryError(
             f"{spec.name} cannot decode to {args.frames} frames of {args.height}x{args.width}; "
             f"what it can make next to that is {made[0]} frames of {made[1]}x{made[2]}"
         )
     moments = spec.channels(vae, Operation.ENCODE)
-    return pixels, (1, moments // 2, *latents)
+    return pixels, spec.shape(1, moments // 2, latents)
 
 
 def _row(forecaster: Forecaster, mode: VaeParallelMode, args: argparse.Namespace) -> Row:
