@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni_vae.autoencoders import FAMILIES, Operation
+from vllm_omni_vae.autoencoders.untiled_classes import CLASSES, UntiledClass
 from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig, VaeParallelMode
 from vllm_omni_vae.config.flags import CONFIGS, Flag, flags
 from vllm_omni_vae.pipelines.profile import PipelineProfile
@@ -275,7 +276,42 @@ def _page(parts: Iterable[str]) -> str:
     return "\n\n".join(part if part[0] in "|<" else textwrap.fill(part, WIDTH) for part in parts) + "\n"
 
 
-WRITERS: Mapping[str, Callable[[], str]] = {"flags.md": flags_page, "support_matrix.md": support_page}
+def vae_page() -> str:
+    """The page of every autoencoder class of diffusers that can be shared, and of those that a shard refuses."""
+    rows: list[tuple[str, ...]] = []
+    for family in FAMILIES:
+        tiles = "exact" if VaeParallelMode.TILE in family.spec.modes else ""
+        rows.append((f"`{family.spec.base_class.__name__}`", tiles, "exact", "exact"))
+    rows += [(f"`{facts.name}`", "", *_exactness(facts)) for facts in CLASSES]
+    return _page(
+        [
+            NOTE,
+            "# VAE matrix",
+            "Which of diffusers' autoencoders can be shared by `distribute`. A shard is `spatial_shard_height`, "
+            "`spatial_shard_width`, `spatial_shard_grid`, or `auto` where it takes one of them.",
+            "Exact means: tiles are bit-equal to diffusers' own tiles; a shard equals the un-tiled result of the class "
+            "up to the order in which floats are added, which the tests hold to 1e-12 of the output's scale in "
+            "float64.",
+            _table(("diffusers class", "`tile`", "shard: encode", "shard: decode"), rows),
+            "Classes without `tile` run as their own un-tiled networks. An operation that cannot be a shard runs on "
+            "every rank by itself, with one warning; a class of which neither can is refused at set-up. Classes that "
+            "are not listed cannot be distributed.",
+        ]
+    )
+
+
+def _exactness(facts: UntiledClass) -> Iterator[str]:
+    for operation in Operation:
+        refusal = facts.refusal(operation)
+        without = f", unless it has `{facts.without}`" if facts.without else ""
+        yield f"no: {refusal}" if refusal else f"exact{without}"
+
+
+WRITERS: Mapping[str, Callable[[], str]] = {
+    "flags.md": flags_page,
+    "support_matrix.md": support_page,
+    "vae_matrix.md": vae_page,
+}
 
 
 if __name__ == "__main__":

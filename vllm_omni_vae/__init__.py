@@ -10,7 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .autoencoders import DistributedAutoencoderKLWan, DistributedVaeMixin, distribute
+    from .autoencoders import (
+        DistributedAutoencoderKL,
+        DistributedAutoencoderKLFlux2,
+        DistributedAutoencoderKLLTX2Video,
+        DistributedAutoencoderKLQwenImage,
+        DistributedAutoencoderKLQwenImage21,
+        DistributedAutoencoderKLWan,
+        DistributedVaeMixin,
+        distribute,
+        selftest,
+    )
     from .config import DiffusionParallelConfig, VaeParallelMode
     from .engine.omni import Omni
     from .tiling import DistributedOperator, DistributedVaeExecutor, GridSpec, TileTask
@@ -19,6 +29,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "DiffusionParallelConfig": "config",
+    "DistributedAutoencoderKL": "autoencoders",
+    "DistributedAutoencoderKLFlux2": "autoencoders",
+    "DistributedAutoencoderKLLTX2Video": "autoencoders",
+    "DistributedAutoencoderKLQwenImage": "autoencoders",
+    "DistributedAutoencoderKLQwenImage21": "autoencoders",
     "DistributedAutoencoderKLWan": "autoencoders",
     "DistributedOperator": "tiling",
     "DistributedVaeExecutor": "tiling",
@@ -28,10 +43,16 @@ _HOMES = {
     "TileTask": "tiling",
     "VaeParallelMode": "config",
     "distribute": "autoencoders",
+    "selftest": "autoencoders",
 }
 
 __all__ = [
     "DiffusionParallelConfig",
+    "DistributedAutoencoderKL",
+    "DistributedAutoencoderKLFlux2",
+    "DistributedAutoencoderKLLTX2Video",
+    "DistributedAutoencoderKLQwenImage",
+    "DistributedAutoencoderKLQwenImage21",
     "DistributedAutoencoderKLWan",
     "DistributedOperator",
     "DistributedVaeExecutor",
@@ -42,6 +63,7 @@ __all__ = [
     "VaeParallelMode",
     "__version__",
     "distribute",
+    "selftest",
 ]
 
 

@@ -6,7 +6,8 @@
     VaeParallelError
     ├── ConfigurationError (ValueError)   start-up: a flag, a combination or a checkpoint that cannot work
     │   ├── GeometryError                 a tile size, a stride or a tensor shape
-    │   └── UnsupportedError              a known mode or feature which this family or pipeline does not have
+    │   ├── UnsupportedError              a known mode or feature which this family or pipeline does not have
+    │   └── SelfTestError                 a strategy does not give here what it promises
     ├── RequestError (ValueError)         one request that cannot be made; names the parameter
     ├── QueueFullError                    the engine takes no more jobs for now
     ├── Cancelled                         the caller asked for the job to stop
@@ -34,6 +35,10 @@ class GeometryError(ConfigurationError):
 
 class UnsupportedError(ConfigurationError):
     """The family or pipeline is known but lacks what was asked for."""
+
+
+class SelfTestError(ConfigurationError):
+    """A strategy was tried on this machine, with these weights, and does not give what it promises."""
 
 
 class RequestError(VaeParallelError, ValueError):

@@ -11,8 +11,10 @@ from tests.engine.engines import Engines
 from tests.engine.reference import Reference
 from vllm_omni_vae import tiny
 
-# Ranks inherit it. Blocks of this size then come from the system, so that a rank which gets no more memory notices.
+# Ranks inherit them. Blocks of this size then come from the system, and no thread keeps a reserve of its own, so that a
+# rank which gets no more memory notices.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "262144")
+os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 
 from vllm_omni_vae.autoencoders import Decision, Operation, ParallelState, distributed_class
 from vllm_omni_vae.config import VaeParallelMode
@@ -25,22 +31,28 @@ class TinyVae:
         base: The diffusers class.
         layers: What it is made with.
         tile: What `enable_tiling` is given.
+        grid: Height and width of a tile and its strides in pixels, where `enable_tiling` is not given them.
         pixels, latents: Channels of its public input and of its latents.
         ratio: Pixels that make a latent, along height and width.
         step: Frames for each latent frame after the first; 0 for pictures.
         unit: Heights and widths in pixels that it can encode are multiples of this.
         arguments: Further arguments of a public call.
+        finish: What is done with diffusers' merged tiles of a decode, where it does less than for an un-tiled sample.
+        thinnest: Latents along height and width that diffusers needs to decode a tile; it crashes on thinner ones.
     """
 
     base: Any
     layers: Mapping[str, Any]
-    tile: tuple[int, ...]
+    tile: tuple[int | None, ...]
     latents: int
     pixels: int = 3
     ratio: int = 8
     step: int = 4
     unit: int = 1
     arguments: Mapping[Operation, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    finish: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    grid: tuple[int, ...] = ()
+    thinnest: int = 1
 
     def frames(self, time: int) -> tuple[int, ...]:
         """Frames of ``time`` latent frames, as the shape of a tensor has them."""
@@ -51,7 +63,33 @@ class TinyVae:
         return dict(self.arguments.get(operation, {}))
 
 
+def _clamp(sample: torch.Tensor) -> torch.Tensor:
+    return sample.clamp(-1, 1)
+
+
 _NARROW = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+_FOUR_LEVELS = {
+    "block_out_channels": (8, 8, 8, 8),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+    "sample_size": 32,
+}
+"""A tile of AutoencoderKL and FLUX.2 is as large as a sample; a quarter of it overlaps."""
+
+_LTX_2 = {
+    "block_out_channels": (8, 8, 8, 8),
+    "decoder_block_out_channels": (8, 16, 32),
+    "latent_channels": 8,
+    "layers_per_block": (1, 1, 1, 1, 1),
+    "decoder_layers_per_block": (1, 1, 1, 1),
+    "patch_size": 1,
+    "decoder_causal": False,
+    "spatial_compression_ratio": 8,
+    "temporal_compression_ratio": 8,
+}
 
 VAES: Mapping[str, TinyVae] = {
     "wan2.1": TinyVae(AutoencoderKLWan, _NARROW, (32, 32, 24, 24), latents=4),
@@ -70,6 +108,89 @@ VAES: Mapping[str, TinyVae] = {
         ratio=16,
         unit=16,
     ),
+    "qwen-image": TinyVae(
+        AutoencoderKLQwenImage, _NARROW | {"input_channels": 3}, (32, 32, 24, 24), latents=4, finish=_clamp
+    ),
+    "qwen-image rgba": TinyVae(
+        AutoencoderKLQwenImage,
+        _NARROW | {"input_channels": 4},
+        (32, 48, 24, 40),
+        latents=4,
+        pixels=4,
+        finish=_clamp,
+    ),
+    "flux.1": TinyVae(
+        AutoencoderKL,
+        _FOUR_LEVELS | {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
+        (),
+        latents=16,
+        step=0,
+        grid=(32, 32, 24, 24),
+    ),
+    "sdxl": TinyVae(
+        AutoencoderKL,
+        _FOUR_LEVELS | {"latent_channels": 4, "use_quant_conv": True, "use_post_quant_conv": True},
+        (),
+        latents=4,
+        step=0,
+        grid=(32, 32, 24, 24),
+    ),
+    "flux.2": TinyVae(
+        AutoencoderKLFlux2,
+        _FOUR_LEVELS | {"latent_channels": 4},
+        (),
+        latents=4,
+        step=0,
+        grid=(32, 32, 24, 24),
+    ),
+    "ltx-2": TinyVae(
+        AutoencoderKLLTX2Video,
+        _LTX_2 | {"decoder_spatial_padding_mode": "reflect"},
+        (32, 32, None, 24, 24),
+        latents=8,
+        step=8,
+        unit=8,
+        grid=(32, 32, 24, 24),
+        thinnest=2,
+    ),
+    "ltx-2.3": TinyVae(
+        AutoencoderKLLTX2Video,
+        _LTX_2
+        | {
+            "decoder_block_out_channels": (8, 16, 16, 32),
+            "decoder_layers_per_block": (1, 1, 1, 1, 1),
+            "decoder_spatio_temporal_scaling": (True, True, True, True),
+            "decoder_inject_noise": (False, False, False, False, False),
+            "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+            "upsample_residual": (False, False, False, False),
+            "upsample_factor": (2, 2, 1, 2),
+            "decoder_spatial_padding_mode": "zeros",
+        },
+        (32, 48, None, 24, 40),
+        latents=8,
+        step=8,
+        unit=8,
+        grid=(32, 48, 24, 40),
+    ),
+    "ltx-2 timestep": TinyVae(
+        AutoencoderKLLTX2Video,
+        _LTX_2 | {"timestep_conditioning": True, "decoder_causal": True, "decoder_spatial_padding_mode": "reflect"},
+        (32, 32, None, 24, 24),
+        latents=8,
+        step=8,
+        unit=8,
+        grid=(32, 32, 24, 24),
+        thinnest=2,
+    ),
+    "ltx-2 noise": TinyVae(
+        AutoencoderKLLTX2Video,
+        _LTX_2 | {"decoder_inject_noise": (True, True, True, True), "decoder_spatial_padding_mode": "zeros"},
+        (32, 32, None, 24, 24),
+        latents=8,
+        step=8,
+        unit=8,
+        grid=(32, 32, 24, 24),
+    ),
     "half time": TinyVae(
         AutoencoderKLWan,
         _NARROW | {"temperal_downsample": [False, False, True], "scale_factor_temporal": 2},
@@ -79,7 +200,7 @@ VAES: Mapping[str, TinyVae] = {
 }
 """Every configuration that is tested, by name."""
 
-RELEASED = tuple(name for name in VAES if name != "half time")
+RELEASED = tuple(name for name in VAES if name not in ("half time", "ltx-2 timestep", "ltx-2 noise"))
 """Those with the structure of a published autoencoder."""
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Autoencoders are found wherever a pipeline holds them, and each is said to be shared or why not."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline, UniPCMultistepScheduler, WanPipeline
 from torch import nn
 
-from tests.helpers.vaes import local_groups, tiny_vae
+from tests.helpers.vaes import on_ranks, tiny_vae
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLWan
 from vllm_omni_vae.config import DiffusionParallelConfig, VaeConfig
-from vllm_omni_vae.distributed import LocalCommunicator, LocalWorld, VaeGroups
+from vllm_omni_vae.distributed import NullCommunicator, VaeGroups
 from vllm_omni_vae.errors import ConfigurationError, GeometryError, UnsupportedError
-from vllm_omni_vae.pipelines.components import distribute_vaes, find_vaes, set_up_vae
+from vllm_omni_vae.pipelines.components import distribute_vaes, find_vaes, self_test, set_up_vae
 from vllm_omni_vae.pipelines.request import ComponentReport
 
 ALONE = DiffusionParallelConfig()
@@ -25,8 +26,12 @@ def wan_vae() -> Any:
     return tiny_vae(tiled=False)
 
 
-def kl_vae() -> AutoencoderKL:
-    return AutoencoderKL(block_out_channels=(8,), norm_num_groups=2, latent_channels=4, sample_size=64)
+class Changed(AutoencoderKL):
+    """Somebody's variant, whose overrides a distributed class would lose."""
+
+
+def changed() -> Changed:
+    return Changed(block_out_channels=(8,), norm_num_groups=2, latent_channels=4, sample_size=64)
 
 
 def taesd() -> AutoencoderTiny:
@@ -70,7 +75,8 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let autoencoders believe to be on rank 0 of two; nothing here makes them talk."""
 
     def create(size: int, group: Any = None, output_rank: int = 0, timeout: Any = None) -> VaeGroups:
-        return local_groups(LocalCommunicator(LocalWorld(size), 0), output=output_rank)
+        comm = NullCommunicator(0, size)
+        return VaeGroups(comm, comm, tuple(range(size)), output_rank)
 
     monkeypatch.setattr(VaeGroups, "create", create)
 
@@ -97,7 +103,7 @@ def test_a_renamed_vae_is_found() -> None:
 
 
 def test_vaes_of_a_pipeline_within_are_found_by_path() -> None:
-    outer, inner = wan_vae(), kl_vae()
+    outer, inner = wan_vae(), changed()
     pipeline = two_stages(outer, renamed(inner))
     assert find_vaes(pipeline) == {"vae": outer, "refiner.movie_codec": inner}
 
@@ -126,18 +132,18 @@ def test_what_only_encodes_or_is_no_module_is_no_vae() -> None:
     assert find_vaes(pipeline) == {}
 
 
-@pytest.mark.parametrize("make", [kl_vae, taesd, Codec])
+@pytest.mark.parametrize("make", [changed, taesd, Codec])
 def test_an_autoencoder_of_another_kind_is_found(make: Any) -> None:
     vae = make()
     assert find_vaes(SimpleNamespace(components={"vae": vae})) == {"vae": vae}
 
 
 def test_one_rank_changes_nothing() -> None:
-    vae, other = wan_vae(), kl_vae()
+    vae, other = wan_vae(), changed()
     reports = distribute_vaes({"vae": vae, "refiner.vae": other}, VaeConfig(), ALONE)
     assert reports == [
         ComponentReport("vae", "AutoencoderKLWan", False, "one VAE rank"),
-        ComponentReport("refiner.vae", "AutoencoderKL", False, "one VAE rank"),
+        ComponentReport("refiner.vae", "Changed", False, "one VAE rank"),
     ]
     assert type(vae).__name__ == "AutoencoderKLWan"
     assert not vae.use_tiling
@@ -146,20 +152,20 @@ def test_one_rank_changes_nothing() -> None:
 
 @pytest.mark.usefixtures("two_ranks")
 def test_several_ranks_share_what_they_can_and_say_so() -> None:
-    vae, other = wan_vae(), kl_vae()
+    vae, other = wan_vae(), changed()
     reports = distribute_vaes({"vae": vae, "refiner.vae": other}, VaeConfig(), TWO)
     assert reports == [
         ComponentReport("vae", "AutoencoderKLWan", True, "tile on 2 ranks"),
-        ComponentReport("refiner.vae", "AutoencoderKL", False, "no distributed class for AutoencoderKL"),
+        ComponentReport("refiner.vae", "Changed", False, "no distributed class for Changed"),
     ]
     assert type(vae) is DistributedAutoencoderKLWan
     assert vae.is_distributed_enabled()
     assert vae.use_tiling
-    assert type(other) is AutoencoderKL
+    assert type(other) is Changed
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("make", [kl_vae, taesd, Codec])
+@pytest.mark.parametrize("make", [changed, taesd, Codec])
 def test_sharing_that_was_asked_for_and_is_impossible_is_refused(make: Any) -> None:
     vae = make()
     kind = type(vae).__name__
@@ -177,7 +183,7 @@ def test_sharing_without_any_autoencoder_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("make", [kl_vae, taesd, Codec])
+@pytest.mark.parametrize("make", [changed, taesd, Codec])
 @pytest.mark.parametrize(
     "config",
     [
@@ -217,6 +223,15 @@ def test_a_part_of_the_geometry_leaves_the_family_s_rest() -> None:
     assert vae.tile_sample_min_height == untouched.tile_sample_min_height
 
 
+def test_the_operator_s_geometry_is_set_on_an_autoencoder_that_takes_none() -> None:
+    vae = tiny_vae("flux.1", tiled=False)
+    set_up_vae(vae, VaeConfig(vae_use_tiling=True, vae_tile_size="64x64", vae_tile_stride="40x40"), ALONE)
+    assert (vae.use_tiling, vae.tile_sample_min_size, vae.tile_latent_min_size) == (True, 64, 8)
+    assert vae.tile_overlap_factor == 3 / 8
+    with pytest.raises(GeometryError, match="tiles of this autoencoder are square"):
+        set_up_vae(vae, VaeConfig(vae_use_tiling=True, vae_tile_size="64x32"), ALONE)
+
+
 @pytest.mark.parametrize("flags", [{"vae_tile_size": "64x64x8"}, {"vae_tile_stride": "48x48x4"}])
 def test_frames_in_the_geometry_are_refused(flags: dict[str, str]) -> None:
     (flag,) = flags
@@ -242,3 +257,15 @@ def test_a_geometry_that_would_spoil_the_picture_is_refused(
     with pytest.raises(GeometryError, match=reason) as caught:
         set_up_vae(wan_vae(), config, parallel)
     assert isinstance(caught.value, ConfigurationError)
+
+
+def test_what_is_shared_is_tested_and_nothing_else() -> None:
+    other = taesd()
+    shared = ComponentReport("vae", "AutoencoderKLWan", True, "tile on 2 ranks")
+    alone = ComponentReport("refiner.vae", "AutoencoderTiny", False, "no distributed class for AutoencoderTiny")
+
+    def body(vae: Any, rank: int) -> list[ComponentReport]:
+        return self_test({"vae": vae, "refiner.vae": other}, [shared, alone])
+
+    for reports in on_ranks(2, tiny_vae(), body):
+        assert reports == [dataclasses.replace(shared, selftest="2 checks, bit-equal"), alone]

@@ -104,5 +104,6 @@ def worst(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Normal noise."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    """Normal noise, the same within a shard's block and outside of it."""
+    with torch._C.DisableTorchFunction():
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

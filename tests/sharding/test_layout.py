@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who holds what: every unit exactly once, and the same answer on every rank."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.sharding.spread import Spread, noise, results
 from vllm_omni_vae.distributed import NullCommunicator
-from vllm_omni_vae.errors import GeometryError
+from vllm_omni_vae.errors import GeometryError, UnsupportedError
 from vllm_omni_vae.geometry import Partition, RankGrid
 from vllm_omni_vae.sharding import ShardLayout, SpatialShard
 
@@ -60,6 +62,16 @@ def test_neighbours(rank: int, height: tuple[int | None, int | None], width: tup
     assert layout.neighbours(-1) == width
 
 
+def test_positions_above_latent_scale_are_refused_on_every_rank_where_the_last_pieces_hold_a_remainder() -> None:
+    for rank in range(6):
+        layout = dataclasses.replace(Spread(2, 3, (5, 7)).layout(rank), remainder=True)
+        rows, cols = layout.latents
+        assert layout.positions(rows * cols) == [9, 6, 6, 6, 4, 4]
+        for height, width in ((2 * rows, 2 * cols), (2 * rows + 1, 2 * cols), (3 * rows, 3 * cols), (rows, cols + 1)):
+            with pytest.raises(UnsupportedError, match="is no whole number of latents; crop or pad it to one"):
+                layout.positions(height * width)
+
+
 def test_positions_that_a_shard_cannot_hold_are_refused() -> None:
     layout = Spread(2, 1, (5, 4)).layout(0)
     for local in (0, 11, 13):
@@ -83,6 +95,16 @@ def test_positions_that_a_shard_cannot_hold_are_refused() -> None:
 )
 def test_spatial_dims_are_told_by_their_sizes(shape: tuple[int, ...], dims: tuple[int, int] | None) -> None:
     assert Spread(2, 2, (5, 3)).layout(0).spatial_dims(torch.empty(shape)) == dims
+
+
+def test_channels_that_were_moved_last_are_not_taken_for_columns_of_the_same_size() -> None:
+    for rank in range(4):
+        layout = Spread(2, 2, (2, 2)).layout(rank)
+        maps = torch.empty(1, 4, 3, 4, 4)
+        assert layout.cut_dims(maps) == {3, 4}
+        assert layout.cut_dims(maps.contiguous(memory_format=torch.channels_last_3d)) == {3, 4}
+        assert layout.cut_dims(maps.movedim(1, -1)) == {2, 3}
+        assert layout.cut_dims(torch.empty(1, 3, 4, 4, 4)) == {3, 4}, "refused rather than taken for local"
 
 
 def test_a_piece_is_a_tensor_of_its_own_in_the_format_of_the_whole() -> None:

@@ -156,7 +156,7 @@ class TestConvolution:
             ("'same' and an even reach", lambda x: F.conv2d(x, noise(2, 2, 4, 4), padding="same")),
             ("conv1d", lambda x: F.conv1d(x.flatten(2), noise(2, 2, 3), padding=1)),
             ("conv_transpose1d", lambda x: F.conv_transpose1d(x.flatten(2), noise(2, 2, 2), stride=2)),
-            ("conv_transpose2d", lambda x: F.conv_transpose2d(x, noise(2, 2, 2, 2), stride=2)),
+            ("conv_transpose2d", lambda x: F.conv_transpose2d(x, noise(2, 2, 3, 3), stride=2)),
             ("conv_transpose2d", nn.ConvTranspose2d(2, 2, 4, 2, 1, dtype=torch.float64)),
             ("conv_transpose3d", lambda x: F.conv_transpose3d(x[:, :, None], noise(2, 2, 1, 2, 2))),
         ],
@@ -422,8 +422,8 @@ class TestAttention:
         "arguments",
         [
             {"is_causal": True},
-            {"attn_mask": torch.ones(9, 9, dtype=torch.bool)},
-            {"positional mask": torch.zeros(9, 9, dtype=torch.float64)},
+            {"attn_mask": torch.ones(9, 9, dtype=torch.bool).tril()},
+            {"positional mask": torch.arange(81, dtype=torch.float64).view(9, 9)},
         ],
         ids=["causal", "mask", "positional mask"],
     )
@@ -608,7 +608,7 @@ WHOLE_MAP = [
     ("max_pool2d", lambda x: F.max_pool2d(x, 3)),
     ("max_pool2d", lambda x: F.max_pool2d(x, 2, dilation=2)),
     ("max_pool2d", lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True)),
-    ("avg_pool3d", lambda x: F.avg_pool3d(x[:, :, None], (1, 2, 2))),
+    ("avg_pool3d", lambda x: F.avg_pool3d(x[:, :, None], (1, 3, 3))),
     ("max_pool3d", lambda x: F.max_pool3d(x[:, :, None], (1, 3, 3))),
     ("lp_pool2d", lambda x: F.lp_pool2d(x, 2, 2)),
     ("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x.flatten(2), 1)),

@@ -166,14 +166,24 @@ def test_tiles_stay_tiles() -> None:
         (2, (16, 15), 1),
         (2, (9, 16), 2),  # 9 x 8
         (2, (8, 16), 2),
-        (2, (7, 18), 4),  # 7 x 9
-        (2, (8, 8), 4),
-        (2, (1, 2), 4),
+        (2, (7, 18), 2),  # 7 x 9, but two ranks hold four frames of half as much as one rank of the whole
+        (2, (8, 8), 2),
+        (4, (8, 8), 4),
+        (2, (1, 2), 2),
+        (8, (9, 9), 4),
         (4, (90, 160), 1),
     ],
 )
 def test_small_shards_take_several_latent_frames_at_a_time(ranks: int, latents: tuple[int, int], chunk: int) -> None:
     assert chosen(WIDTH, ranks, latents).chunk == chunk
+
+
+def test_a_single_frame_is_taken_alone() -> None:
+    axis = AxisTiling(4, 3)
+    tiles = TileGrid((AxisTiling(None), axis, axis), (1, 8, 8))
+    decision = select_strategy(Operation.DECODE, WIDTH, tiles, 2, latents=(8, 8), can_shard=True)
+    assert (decision.strategy, decision.chunk) == (Strategy.SPATIAL_SHARD_WIDTH, 1)
+    assert "latent frame" not in str(decision)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +219,7 @@ def test_every_shard_has_a_latent_and_every_decision_its_words(
         assert decision.coverage == 1.0
         assert decision.imbalance >= 1.0
         assert f"{rows}x{cols} ranks" in str(decision)
-        assert str(decision.chunk) in str(decision)
+        assert (f"{decision.chunk} latent frames at a time" in str(decision)) == (decision.chunk > 1)
     else:
         assert decision.strategy is Strategy.TILE
         assert sum(decision.tiles_per_rank) == len(tiles_of(latents))

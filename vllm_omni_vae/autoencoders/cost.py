@@ -93,13 +93,14 @@ class Forecaster:
         vae: A distributed autoencoder on `torch.device("meta")` with tiling switched on, of the dtype it will have. It
             is left as it was.
         operation: Encode or decode.
-        shape: Shape of the public input, ``(B, C, T, H, W)``.
+        shape: Shape of the public input, ``(B, C, T, H, W)``, or ``(B, C, H, W)`` of pictures.
+        chunk: Latent frames at a time of a shard; None: as the autoencoder decides.
 
     Raises:
         GeometryError: the family cannot do this shape exactly.
     """
 
-    def __init__(self, vae: Any, operation: Operation, shape: tuple[int, ...]):
+    def __init__(self, vae: Any, operation: Operation, shape: tuple[int, ...], chunk: int | None = None):
         spec: FamilySpec = vae.spec
         if vae.device.type != "meta" or not vae.use_tiling:
             raise GeometryError(f"a forecast takes an autoencoder without values that tiles, not one on {vae.device}")
@@ -108,6 +109,7 @@ class Forecaster:
         self.spec = spec
         self.operation = operation
         self.shape = shape
+        self.chunk = chunk
         self.seen = spec.seen_extents(vae, operation, shape)
         self._memo = Memo()
         self._known: dict[Any, tuple[Cost, tuple[RankUse, ...]]] = {}
@@ -120,7 +122,7 @@ class Forecaster:
 
     def decide(self, mode: VaeParallelMode, ranks: int) -> Decision:
         """What the autoencoder would do with ``mode`` on ``ranks`` ranks."""
-        state = _state(CountingCommunicator(0, ranks), mode)
+        state = _state(CountingCommunicator(0, ranks), mode, self.chunk)
         tiled = self.spec.is_tiled(self.vae, self.operation, self.shape)
         decision: Decision = self.vae.decide(state, self.operation, self.seen if tiled else None)
         return decision
@@ -192,7 +194,8 @@ class Forecaster:
         return tuple(found[kind] for kind in kinds)
 
     def _run(self, mode: VaeParallelMode | None, rank: int, ranks: int, memo: Memo) -> RankUse:
-        return run_rank(self.vae, self.operation, self.shape, mode, CountingCommunicator(rank, ranks), memo)
+        comm = CountingCommunicator(rank, ranks)
+        return run_rank(self.vae, self.operation, self.shape, mode, comm, memo, self.chunk)
 
 
 def run_rank(
@@ -202,6 +205,7 @@ def run_rank(
     mode: VaeParallelMode | None,
     comm: CountingCommunicator,
     memo: Memo | None,
+    chunk: int | None = None,
 ) -> RankUse:
     """Encode or decode as one rank, and count.
 
@@ -211,15 +215,17 @@ def run_rank(
         mode: How the ranks of ``comm`` share it; None: not at all, and without tiles.
         comm: Which rank this is.
         memo: What was seen on an equal rank, and where more is noted; None: run everything.
+        chunk: Latent frames at a time of a shard; None: as the autoencoder decides.
     """
     state, tiling = vae._vae_parallel, vae.use_tiling
-    vae._vae_parallel = None if mode is None else _state(comm, mode)
+    vae._vae_parallel = None if mode is None else _state(comm, mode, chunk)
     vae.use_tiling = mode is not None
     run = DryRun(vae, comm, memo)
     try:
         with run:
             x = torch.empty(shape, dtype=vae.dtype, device=vae.device)
-            vae.encode(x) if operation is Operation.ENCODE else vae.decode(x)
+            call = vae.encode if operation is Operation.ENCODE else vae.decode
+            call(x, **vae.spec.stand_ins(vae, operation, x))
     finally:
         vae._vae_parallel, vae.use_tiling = state, tiling
     tally = comm.tally
@@ -245,5 +251,7 @@ class _Unheard(ParallelState):
         return
 
 
-def _state(comm: CountingCommunicator, mode: VaeParallelMode) -> ParallelState:
-    return _Unheard(VaeGroups(comm, comm, tuple(range(comm.size))), mode, False)
+def _state(comm: CountingCommunicator, mode: VaeParallelMode, chunk: int | None) -> ParallelState:
+    state = _Unheard(VaeGroups(comm, comm, tuple(range(comm.size))), mode, False)
+    state.chunk = chunk
+    return state

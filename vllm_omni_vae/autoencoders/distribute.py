@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import VaeParallelMode
 from ..errors import ConfigurationError, UnsupportedError
+from .flux2 import DistributedAutoencoderKLFlux2
+from .kl import DistributedAutoencoderKL
+from .ltx2 import DistributedAutoencoderKLLTX2Video
 from .mixin import DistributedVaeMixin, check_mode
+from .qwen_image import DistributedAutoencoderKLQwenImage, DistributedAutoencoderKLQwenImage21
+from .untiled import untiled_class
+from .untiled_classes import CLASSES
 from .wan import DistributedAutoencoderKLWan
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-FAMILIES: tuple[type[DistributedVaeMixin], ...] = (DistributedAutoencoderKLWan,)
+FAMILIES: tuple[type[DistributedVaeMixin], ...] = (
+    DistributedAutoencoderKLWan,
+    DistributedAutoencoderKL,
+    DistributedAutoencoderKLFlux2,
+    DistributedAutoencoderKLLTX2Video,
+    DistributedAutoencoderKLQwenImage,
+    DistributedAutoencoderKLQwenImage21,
+)
 """One distributed class per family."""
 
 
@@ -47,8 +60,8 @@ def distribute(
     nothing is changed at all.
 
     Afterwards `encode` returns whole moments on every calling rank. `decode` returns the sample on the output rank, or
-    on every calling rank with ``broadcast_result=True``; elsewhere it returns zeros of shape ``(B, C, 1, 1, 1)``, which
-    the tail of a diffusers pipeline accepts.
+    on every calling rank with ``broadcast_result=True``; elsewhere it returns zeros of shape ``(B, C, 1, 1, 1)``, or
+    ``(B, C, 1, 1)`` for pictures, which the tail of a diffusers pipeline accepts.
 
     Args:
         vae: A loaded diffusers autoencoder of a known family.
@@ -67,10 +80,13 @@ def distribute(
         UnsupportedError: the family is not known, or does not have the mode.
         ConfigurationError: the size or the ranks cannot be used, or torch.distributed is not initialised.
     """
-    family = distributed_class(vae)
+    family = distributed_class(vae) or untiled_class(vae)
     if family is None:
         known = ", ".join(f.spec.name for f in FAMILIES)
-        raise UnsupportedError(f"{type(vae).__name__} cannot be distributed; families that can: {known}")
+        others = ", ".join(facts.name for facts in CLASSES)
+        raise UnsupportedError(
+            f"{type(vae).__name__} cannot be distributed; families that can: {known}; without tiles: {others}"
+        )
     mode = VaeParallelMode.parse(mode)
     check_mode(family.spec, mode)
     if size < 1:

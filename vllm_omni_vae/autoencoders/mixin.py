@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,13 @@ from ..config import VaeParallelMode
 from ..distributed import VaeGroups, agree_on
 from ..errors import ConfigurationError, UnsupportedError
 from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
+from .arguments import content, outline, random_state
+from .memory import agreed_budget, within_budget
 from .policy import Decision, select_strategy
 from .sharded import run_sharded
 from .spec import CallOptions, FamilySpec, Operation, output_dtype
 from .state import ParallelState
+from .twin import switches
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,6 +53,7 @@ class DistributedVaeMixin:
     if TYPE_CHECKING:
         config: Any
         dtype: torch.dtype
+        device: torch.device
         use_tiling: bool
 
     @classmethod
@@ -107,10 +112,14 @@ class DistributedVaeMixin:
         placement = (size, group if group is None or hasattr(group, "size") else tuple(group), output_rank)
         before = self._vae_parallel
         same = before is not None and before.placement == placement
-        groups = before.groups if before is not None and same else VaeGroups.create(size, group, output_rank, timeout)
+        if before is not None and same:
+            groups, budget = before.groups, before.budget
+        else:
+            groups = VaeGroups.create(size, group, output_rank, timeout)
+            budget = agreed_budget(groups, self.device)
         alone = len(groups.workers) == 1
-        self._vae_parallel = None if alone else ParallelState(groups, mode, bool(broadcast_result), placement)
-        if not alone and not self.use_tiling:
+        self._vae_parallel = None if alone else ParallelState(groups, mode, bool(broadcast_result), placement, budget)
+        if not alone and VaeParallelMode.TILE in self.spec.modes and not self.use_tiling:
             self.enable_tiling()
             logger.info("VAE tiling is switched on: %d ranks share %s", len(groups.workers), self.spec.name)
 
@@ -139,12 +148,12 @@ class DistributedVaeMixin:
 
     def encode(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Collective when distributed. Moments of pixels, whole on every rank; arguments as in diffusers."""
-        with self._one_call(Operation.ENCODE, x):
+        with self._one_call(Operation.ENCODE, x, args, kwargs):
             return super().encode(x, *args, **kwargs)  # type: ignore[misc]
 
     def decode(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Collective when distributed. Sample of latents, on the output rank (see the class)."""
-        with self._one_call(Operation.DECODE, z):
+        with self._one_call(Operation.DECODE, z, args, kwargs):
             return super().decode(z, *args, **kwargs)  # type: ignore[misc]
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -229,12 +238,18 @@ class DistributedVaeMixin:
         state = self._vae_parallel
         assert state is not None
         if state.rendezvous:
-            x = state.rendezvous.announce(operation, x)
+            x, arguments = state.rendezvous.announce(operation, x, arguments)
         encode = operation is Operation.ENCODE
         broadcast = encode or state.broadcast_decode
-        decision = self.decide(state, operation, self.spec.extents(x.shape))
-        facts: dict[str, object] = {"operation": operation.value, "weights": str(self.dtype)}
+        decision = self.decide(state, operation, self.spec.extents(x.shape), x.shape[0])
+        facts: dict[str, object] = {
+            "operation": operation.value,
+            "weights": str(self.dtype),
+            "arguments": sorted((name, content(value)) for name, value in arguments.items()),
+        }
         if decision.sharded:
+            if self.spec.draws(self, operation):
+                facts["random state"] = random_state(x.device)
             options = CallOptions(decision.chunk, state.between, arguments)
             return run_sharded(
                 state.groups, self.spec, self, operation, x, decision, broadcast=broadcast, facts=facts, options=options
@@ -247,50 +262,82 @@ class DistributedVaeMixin:
             operator = DistributedOperator(self.tile_split, run, self.tile_merge)
         return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: facts)
 
-    def _call_facts(self, state: ParallelState, operation: Operation, x: torch.Tensor) -> dict[str, object]:
+    def _call_facts(
+        self, state: ParallelState, operation: Operation, x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> dict[str, object]:
         """What the choice of a strategy depends on; ranks that differ in it would wait for each other."""
-        switches = sorted((name, value) for name, value in vars(self).items() if name.startswith(("tile_", "use_")))
         return {
             "operation": operation.value,
             "mode": state.mode.value,
             "shape": tuple(x.shape),
             "dtype": x.dtype,
             "weights": self.dtype,
-            "tiling": switches,
+            "tiling": sorted(switches(self).items()),
+            "arguments": [*map(outline, args), *((name, outline(value)) for name, value in sorted(kwargs.items()))],
         }
 
-    def decide(self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None) -> Decision:
+    def decide(
+        self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None, batch: int = 1
+    ) -> Decision:
         """The strategy for extents ``seen`` by the tiled function; None where diffusers does not tile."""
         if seen is None:
             untiled = "not larger than one tile" if self.use_tiling else "tiling is switched off"
             return select_strategy(operation, state.mode, None, state.size, untiled=untiled)
-        return select_strategy(
-            operation,
-            state.mode,
-            self.spec.grid(self, operation, seen),
-            state.size,
-            latents=self.spec.latents(self, operation, seen[1:]),
-            can_shard=VaeParallelMode.SPATIAL_SHARD_GRID in self.spec.modes,
-        )
+        tiles = self.spec.grid(self, operation, seen)
+
+        def select(refusal: str = "") -> Decision:
+            return select_strategy(
+                operation,
+                state.mode,
+                tiles,
+                state.size,
+                latents=self.spec.latents(self, operation, seen[1:]),
+                can_shard=VaeParallelMode.SPATIAL_SHARD_GRID in self.spec.modes,
+                chunked=self.spec.chunked,
+                refusal=refusal,
+            )
+
+        decision = select()
+        if not decision.sharded:
+            return decision
+        if state.chunk is not None:
+            return dataclasses.replace(decision, chunk=state.chunk)
+        if state.budget is None:
+            return decision
+        return within_budget(self, state, operation, seen, batch, select)
+
+    def _choose(
+        self,
+        state: ParallelState,
+        operation: Operation,
+        shape: tuple[int, ...],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Decision:
+        """The strategy for a public call."""
+        tiled = self.spec.is_tiled(self, operation, shape)
+        seen = self.spec.seen_extents(self, operation, shape) if tiled else None
+        return self.decide(state, operation, seen, 1 if getattr(self, "use_slicing", False) else shape[0])
 
     @contextlib.contextmanager
-    def _one_call(self, operation: Operation, x: torch.Tensor) -> Iterator[None]:
+    def _one_call(
+        self, operation: Operation, x: torch.Tensor, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Iterator[Decision | None]:
         """Hold the module for one call; when distributed, decide and check before anything runs."""
         state = self._vae_parallel
         if state is None:
-            yield
+            yield None
             return
         with state.lock:
             shape = tuple(x.shape)
             callers = state.callers(operation)
             if callers is not None:
-                agree_on(callers, self._call_facts(state, operation, x))
+                agree_on(callers, self._call_facts(state, operation, x, args, kwargs or {}))
             self.spec.check(self, operation, shape)
-            tiled = self.spec.is_tiled(self, operation, shape)
-            seen = self.spec.seen_extents(self, operation, shape) if tiled else None
-            state.note(self.decide(state, operation, seen))
+            decision = self._choose(state, operation, shape, args, kwargs or {})
+            state.note(decision)
             try:
-                yield
+                yield decision
             except BaseException:
                 self.spec.reset(self)
                 raise

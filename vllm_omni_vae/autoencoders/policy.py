@@ -37,6 +37,9 @@ class Decision:
         coverage: Input volume of all tiles over that of the whole; above 1 is redundant work.
         rank_grid: Rows and columns of ranks that one feature map is spread over.
         chunk: Latent frames that a sharded network takes at a time after the first.
+        peak_bytes: Bytes of tensors, weights aside, that will exist at one time on the rank that holds most; None where
+            they were not forecast: for tiles, and for what fits in any case.
+        sent_bytes: Bytes that the rank which sends most will send; likewise.
     """
 
     operation: Operation
@@ -49,6 +52,8 @@ class Decision:
     coverage: float = 1.0
     rank_grid: tuple[int, int] = (1, 1)
     chunk: int = 1
+    peak_bytes: int | None = None
+    sent_bytes: int | None = None
 
     @property
     def sharded(self) -> bool:
@@ -69,16 +74,22 @@ class Decision:
             return f"{self.operation}: direct ({self.reason})"
         if self.sharded:
             ranks = "x".join(map(str, self.rank_grid))
-            frames = f"{self.chunk} latent frame" + "s" * (self.chunk > 1)
+            frames = f"{self.chunk} latent frames at a time, " if self.chunk > 1 else ""
+            known = "" if self.peak_bytes is None else f"peak {gib(self.peak_bytes)} a rank, "
             return (
-                f"{self.operation}: {self.strategy} on {ranks} ranks (height x width), {frames} "
-                f"at a time, imbalance {self.imbalance:.2f} ({self.reason})"
+                f"{self.operation}: {self.strategy} on {ranks} ranks (height x width), {frames}{known}"
+                f"imbalance {self.imbalance:.2f} ({self.reason})"
             )
         grid = "x".join(map(str, self.grid))
         return (
             f"{self.operation}: {self.strategy} {grid} (time x height x width), tiles per rank "
             f"{list(self.tiles_per_rank)}, imbalance {self.imbalance:.2f}, coverage {self.coverage:.2f} ({self.reason})"
         )
+
+
+def gib(count: int) -> str:
+    """``count`` bytes in words."""
+    return f"{count / 2**30:.1f} GiB"
 
 
 def select_strategy(
@@ -89,6 +100,8 @@ def select_strategy(
     latents: tuple[int, int] = (0, 0),
     can_shard: bool = False,
     untiled: str = "not larger than one tile",
+    chunked: bool = True,
+    refusal: str = "",
 ) -> Decision:
     """Choose for one request.
 
@@ -100,22 +113,44 @@ def select_strategy(
         latents: Latent rows and columns of the request.
         can_shard: Whether the family can spread one feature map over ranks.
         untiled: Why there are no tiles, where there are none.
+        chunked: Whether the family's networks take a clip a few latent frames at a time.
+        refusal: Why `auto` may not take a shard, if it may not.
     """
     if tiles is None:
         return Decision(operation, Strategy.DIRECT, untiled)
+    chunked = chunked and tiles.extents[0] > 1
     if mode is VaeParallelMode.TILE:
         return _tile(operation, tiles, ranks, "as configured")
     if mode is VaeParallelMode.AUTO:
         if not can_shard:
             return _tile(operation, tiles, ranks, "auto: tile is what this family can run")
+        if refusal:
+            return _tile(operation, tiles, ranks, f"auto: {refusal}")
         grid = _best_grid(ranks, latents)
         if grid is None:
             return _tile(operation, tiles, ranks, f"auto: {_too_small(latents, ranks)}")
-        return _shard(operation, grid, latents, "auto: no redundant work")
+        return _shard(operation, grid, latents, chunked, "auto: no redundant work")
     forced = _forced_grid(mode, ranks, latents)
     if forced is None:
         return _tile(operation, tiles, ranks, f"{mode}: {_too_small(latents, ranks)}", fallback=True)
-    return _shard(operation, forced, latents, "as configured", mode)
+    return _shard(operation, forced, latents, chunked, "as configured", mode)
+
+
+def select_untiled(operation: Operation, mode: VaeParallelMode, ranks: int, latents: tuple[int, int]) -> Decision:
+    """Choose for one request of a family that has no tiles.
+
+    Args:
+        operation, mode, ranks, latents: As for `select_strategy`.
+    """
+    if mode is VaeParallelMode.AUTO:
+        grid = _best_grid(ranks, latents)
+        if grid is None:
+            return Decision(operation, Strategy.DIRECT, f"auto: {_too_small(latents, ranks)}")
+        return _shard(operation, grid, latents, False, "auto: no redundant work")
+    grid = _forced_grid(mode, ranks, latents)
+    if grid is None:
+        return Decision(operation, Strategy.DIRECT, f"{mode}: {_too_small(latents, ranks)}", fallback=True)
+    return _shard(operation, grid, latents, False, "as configured", mode)
 
 
 def _tile(operation: Operation, tiles: TileGrid, ranks: int, reason: str, fallback: bool = False) -> Decision:
@@ -136,6 +171,7 @@ def _shard(
     operation: Operation,
     grid: RankGrid,
     latents: tuple[int, int],
+    chunked: bool,
     reason: str,
     mode: VaeParallelMode | None = None,
 ) -> Decision:
@@ -152,16 +188,21 @@ def _shard(
         reason,
         imbalance=round(height * width * grid.size / (latents[0] * latents[1]), 4),
         rank_grid=(grid.rows, grid.cols),
-        chunk=_chunk(height * width),
+        chunk=_chunk(height * width, grid.size) if chunked else 1,
     )
 
 
 _ENOUGH_POSITIONS = 128
 
 
-def _chunk(positions: int) -> int:
-    """Latent frames at a time: small shards need several, or convolutions cost more for each position."""
-    return next((k for k in (1, 2) if positions * k >= _ENOUGH_POSITIONS), 4)
+def _chunk(positions: int, ranks: int) -> int:
+    """Latent frames at a time: small shards need several, or convolutions cost more for each position.
+
+    What a network holds grows by half of itself with every further frame at a time, so that on ``ranks`` ranks only
+    fewer than twice as many stay below what one rank holds of the whole.
+    """
+    wanted = next((k for k in (1, 2) if positions * k >= _ENOUGH_POSITIONS), 4)
+    return wanted if wanted < 2 * ranks else 2
 
 
 def _too_small(latents: tuple[int, int], ranks: int) -> str:

@@ -50,7 +50,7 @@ def run_sharded(
         return None
     known = {"shape": tuple(x.shape), "dtype": x.dtype, "decision": decision, "settings": sorted(facts.items())}
     agree_on(comm, known | {"content": fingerprint(x)})
-    whole = _whole_shape(spec, vae, operation, x)
+    whole = spec.whole_shape(vae, operation, tuple(x.shape))
     extents = (whole[-2], whole[-1])
     piece: torch.Tensor | None = None
     shard: SpatialShard | None = None
@@ -85,8 +85,10 @@ def _shard(
     halo: Communicator, spec: FamilySpec, vae: Any, operation: Operation, x: torch.Tensor, decision: Decision
 ) -> SpatialShard:
     grid = RankGrid(*decision.rank_grid)
-    rows, cols = spec.latents(vae, operation, (x.shape[-2], x.shape[-1]))
-    layout = ShardLayout(grid, Partition(rows, grid.rows), Partition(cols, grid.cols), halo.rank)
+    extents, ratio = (x.shape[-2], x.shape[-1]), spec.ratio(vae, operation)
+    rows, cols = spec.latents(vae, operation, extents)
+    remainder = (rows * ratio, cols * ratio) != extents
+    layout = ShardLayout(grid, Partition(rows, grid.rows), Partition(cols, grid.cols), halo.rank, remainder)
     return SpatialShard(halo, layout)
 
 
@@ -109,9 +111,3 @@ def _run_piece(
     if spec.attends(vae) and not shard.operators.attention_calls:
         raise UnsupportedError(f"{spec.name} attends over space in a way that a shard does not see")
     return piece
-
-
-def _whole_shape(spec: FamilySpec, vae: Any, operation: Operation, x: torch.Tensor) -> tuple[int, ...]:
-    out = spec.grid(vae, operation, spec.extents(x.shape)).out_extents
-    whole = spec.shape(x.shape[0], spec.channels(vae, operation), out)
-    return whole if operation is Operation.ENCODE else spec.finished_shape(vae, whole)

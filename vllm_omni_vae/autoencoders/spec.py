@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..config import VaeParallelMode
-from ..errors import GeometryError
+from ..config import TileExtent, VaeParallelMode
+from ..errors import GeometryError, UnsupportedError
 from ..geometry import AxisTiling, TileGrid, Window
 
 Vae = Any
@@ -51,6 +51,11 @@ class Operation(StrEnum):
     ENCODE = "encode"
     DECODE = "decode"
 
+    @property
+    def other(self) -> Operation:
+        """The way back."""
+        return Operation.DECODE if self is Operation.ENCODE else Operation.ENCODE
+
 
 class FamilySpec(ABC):
     """Capabilities, geometry and the two single-tile functions of a family. Stateless; one instance each.
@@ -58,11 +63,13 @@ class FamilySpec(ABC):
     Class attributes:
         name: What the family is called in tables and messages.
         modes: Strategies the family can run; anything else is refused when it is set.
+        chunked: Whether the networks take a clip a few latent frames at a time, however many.
         has_time: Whether tensors are ``(B, C, T, H, W)``; else ``(B, C, H, W)``, and the extent of time counts as 1.
     """
 
     name: str
     modes: frozenset[VaeParallelMode] = frozenset({VaeParallelMode.TILE, VaeParallelMode.AUTO})
+    chunked: bool = False
     has_time: bool = True
 
     @property
@@ -110,6 +117,14 @@ class FamilySpec(ABC):
         """Whether every network call attends over space, which a shard must have seen to."""
         return False
 
+    def stand_ins(self, vae: Vae, operation: Operation, x: torch.Tensor) -> dict[str, Any]:
+        """Arguments without which ``vae`` does not run on ``x``, whatever their values, for a run that has none."""
+        return {}
+
+    def draws(self, vae: Vae, operation: Operation) -> bool:
+        """Whether the network draws random numbers; ranks of a shard must then begin with the same generator state."""
+        return False
+
     def finish_decode(self, vae: Vae, merged: torch.Tensor) -> torch.Tensor:
         """What un-tiled decode does last, applied once to the merged tiles."""
         return merged
@@ -118,9 +133,53 @@ class FamilySpec(ABC):
         """Shape that `finish_decode` makes of ``merged``."""
         return merged
 
+    def finish_tiles(self, vae: Vae, sample: torch.Tensor) -> torch.Tensor:
+        """What diffusers' tiled decode of one rank leaves out that its un-tiled one does; ``sample`` is its result."""
+        return sample
+
+    def leave_whole(self, vae: Vae) -> None:
+        """Switch off what makes diffusers cut an input up that a shard takes whole."""
+        vae.use_tiling = False
+
+    def example(self, vae: Vae, operation: Operation, latents: tuple[int, int, int]) -> tuple[int, ...]:
+        """Shape of a public input of one picture or clip of so many ``latents`` (T, H, W)."""
+        small = self.shape(1, self.channels(vae, Operation.ENCODE) // 2, latents)
+        return small if operation is Operation.DECODE else self.whole_shape(vae, Operation.DECODE, small)
+
     def reset(self, vae: Vae) -> None:
         """Drop what a call left on the module; called when one has failed."""
         return
+
+    def set_tiling(self, vae: Vae, size: TileExtent | None, stride: TileExtent | None) -> None:
+        """Switch tiling on, with what is given of a tile size and stride in pixels; the rest stays the family's.
+
+        Args:
+            vae: Of the diffusers class or the distributed one.
+            size, stride: As an operator asks for them.
+
+        Raises:
+            GeometryError: they cannot be used.
+            UnsupportedError: a length in time, for a family that is not tiled in time.
+        """
+        self.refuse_frames(size, stride)
+        chosen = {
+            "tile_sample_min_height": size and size.height,
+            "tile_sample_min_width": size and size.width,
+            "tile_sample_stride_height": stride and stride.height,
+            "tile_sample_stride_width": stride and stride.width,
+        }
+        vae.enable_tiling(**{name: value for name, value in chosen.items() if value})
+        self.check_tiling(vae)
+
+    def refuse_frames(self, size: TileExtent | None, stride: TileExtent | None) -> None:
+        """Refuse a tile length in time.
+
+        Raises:
+            UnsupportedError: names the option.
+        """
+        for flag, extent in (("--vae-tile-size", size), ("--vae-tile-stride", stride)):
+            if extent and extent.frames:
+                raise UnsupportedError(f"{flag} {extent}: {self.name} is not tiled in time; write HxW")
 
     def check_tiling(self, vae: Vae) -> None:
         """Refuse the tile size and stride that are set on ``vae`` if they cannot be used.
@@ -158,6 +217,10 @@ class FamilySpec(ABC):
         """(T, H, W) of what the tiled function sees when the public input has ``shape``."""
         return self.extents(shape)
 
+    def public_shape(self, vae: Vae, operation: Operation, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a public input of which the tiled function sees ``seen``."""
+        return seen
+
     def latents(self, vae: Vae, operation: Operation, extents: tuple[int, int]) -> tuple[int, int]:
         """Latent rows and columns of (H, W) as the tiled function sees them."""
         _, height, width = self.tiling(vae, operation)
@@ -169,6 +232,12 @@ class FamilySpec(ABC):
         """Spatial units of the tiled function's input that make a latent."""
         _, height, _ = self.tiling(vae, operation)
         return height.scale.down
+
+    def whole_shape(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the finished result, where the tiled function sees an input of ``shape``."""
+        out = self.grid(vae, operation, self.extents(shape)).out_extents
+        whole = self.shape(shape[0], self.channels(vae, operation), out)
+        return whole if operation is Operation.ENCODE else self.finished_shape(vae, whole)
 
     def grid(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> TileGrid:
         """The tile grid over ``extents`` (T, H, W) as the tiled function sees them."""

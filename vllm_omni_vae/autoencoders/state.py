@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -23,8 +23,14 @@ logger = logging.getLogger(__name__)
 class Rendezvous(Protocol):
     """Brings ranks that have no input of their own to a collective call."""
 
-    def announce(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
-        """Collective. Tell every rank what comes, and return the leader's ``x`` on all of them."""
+    def announce(
+        self, operation: Operation, x: torch.Tensor, arguments: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Collective. Tell every rank what comes, and return ``x`` and the further arguments with the leader's tensors.
+
+        Raises:
+            UnsupportedError: an argument cannot be sent, on every rank that calls.
+        """
         ...
 
 
@@ -40,11 +46,20 @@ class ParallelState:
         stoppable: Whether sharded calls look between network calls if any rank was told to stop; the same on all.
         alike: Set by an engine: the ranks that run the pipeline and so call with inputs of their own; None for one.
         rendezvous: Set by an engine whose VAE ranks do not all run the pipeline.
+        budget: Bytes that a shard may take on each working rank, the same on all; None: not looked at.
+        chunk: Latent frames at a time that every shard of this autoencoder takes; None: the decision's.
         on_decision: Told of every decision, also repeated ones.
         lock: One call at a time: diffusers keeps a call's cache on the module.
     """
 
-    def __init__(self, groups: VaeGroups, mode: VaeParallelMode, broadcast_decode: bool, placement: object = None):
+    def __init__(
+        self,
+        groups: VaeGroups,
+        mode: VaeParallelMode,
+        broadcast_decode: bool,
+        placement: object = None,
+        budget: int | None = None,
+    ):
         self.groups = groups
         self.placement = placement
         self.mode = mode
@@ -53,9 +68,12 @@ class ParallelState:
         self.stoppable = False
         self.rendezvous: Rendezvous | None = None
         self.alike: Communicator | None = None
+        self.budget = budget
+        self.chunk: int | None = None
         self.on_decision: Callable[[Decision], None] | None = None
         self.lock = threading.RLock()
         self._logged: set[Decision] = set()
+        self._decided: dict[object, Decision] = {}
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -79,6 +97,12 @@ class ParallelState:
     def is_output_rank(self) -> bool:
         """Whether this rank owns decoded samples."""
         return self.groups.domain.rank == self.groups.workers[self.groups.output]
+
+    def remember(self, key: object, decide: Callable[[], Decision]) -> Decision:
+        """What ``decide`` returns, from the second time on without calling it."""
+        if key not in self._decided:
+            self._decided[key] = decide()
+        return self._decided[key]
 
     def note(self, decision: Decision) -> None:
         """Log a decision the first time it is taken, with a warning when it falls back or leaves ranks idle."""

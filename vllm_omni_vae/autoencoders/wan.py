@@ -7,14 +7,12 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
-from ..config import VaeParallelMode
-from ..errors import GeometryError
-from ..geometry import AxisScale, AxisTiling
+from .causal_cache import CausalCacheSpec
 from .mixin import DistributedVaeMixin
-from .spec import PLAIN, CallOptions, FamilySpec, Operation, Vae
+from .spec import Operation, Vae
 
 
-class WanSpec(FamilySpec):
+class WanSpec(CausalCacheSpec):
     """Units as in diffusers: decode tiles count latents; encode tiles count the patchified pixels of ``_encode``.
 
     Diffusers does not divide the encode tile by the patch size, so one encode tile of TI2V-5B spans twice the image
@@ -22,136 +20,33 @@ class WanSpec(FamilySpec):
     """
 
     name = "AutoencoderKLWan"
-    modes = frozenset(VaeParallelMode)
+    tells_first_chunk = True
 
     @property
     def base_class(self) -> type:
         return AutoencoderKLWan
 
-    def tiling(self, vae: Vae, operation: Operation) -> tuple[AxisTiling, AxisTiling, AxisTiling]:
-        time = _time_ratio(vae)
-        if operation is Operation.ENCODE:
-            whole = AxisTiling(None, scale=AxisScale(down=time, causal=True))
-        else:
-            whole = AxisTiling(None, scale=AxisScale(up=time, causal=True))
-        return whole, _axis(vae, operation, "height"), _axis(vae, operation, "width")
+    def patch(self, vae: Vae) -> int:
+        return int(vae.config.patch_size or 1)
 
-    def is_tiled(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> bool:
-        unit = vae.spatial_compression_ratio if operation is Operation.DECODE else 1
-        height, width = shape[-2:]
-        larger = height > vae.tile_sample_min_height // unit or width > vae.tile_sample_min_width // unit
-        return bool(vae.use_tiling and larger)
+    def unit(self, vae: Vae) -> int:
+        return int(vae.spatial_compression_ratio if vae.config.is_residual else self.patch(vae))
 
-    def check(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> None:
-        self.check_dims(operation, shape)
-        if operation is Operation.DECODE:
-            return
-        frames, height, width = shape[-3:]
-        step = _frame_step(vae)
-        if (frames - 1) % step:
-            below = (frames - 1) // step * step + 1
-            raise GeometryError(
-                f"{self.name} encodes 1 + {step}k frames and would ignore the rest of {frames}; "
-                f"give {below} or {below + step}"
-            )
-        smallest = vae.spatial_compression_ratio
-        unit = smallest if vae.config.is_residual else _patch(vae)
-        if min(height, width) < smallest or height % unit or width % unit:
-            raise GeometryError(
-                f"{self.name} cannot encode {height}x{width} pixels: both must be at least {smallest} "
-                f"and multiples of {unit}"
-            )
-
-    def seen_extents(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        time, height, width = shape[-3:]
-        patch = _patch(vae) if operation is Operation.ENCODE else 1
-        return time, height // patch, width // patch
-
-    def network_calls(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> int:
-        if operation is Operation.DECODE:
-            return extents[0]
-        return AxisScale(down=_frame_step(vae), causal=True).length(extents[0])
+    def public_shape(self, vae: Vae, operation: Operation, seen: tuple[int, ...]) -> tuple[int, ...]:
+        return self.finished_shape(vae, seen) if operation is Operation.ENCODE else seen
 
     def channels(self, vae: Vae, operation: Operation) -> int:
         return int(2 * vae.config.z_dim if operation is Operation.ENCODE else vae.config.out_channels)
 
-    def attends(self, vae: Vae) -> bool:
-        return True
-
-    def encode_tile(self, vae: Vae, x: torch.Tensor, options: CallOptions = PLAIN) -> torch.Tensor:
-        vae.clear_cache()
-        moments = []
-        cuts = _cuts(x.shape[2], options.chunk * _frame_step(vae))
-        for done, (start, stop) in enumerate(cuts):
-            options.between(done, len(cuts))
-            vae._enc_conv_idx = [0]
-            features = vae.encoder(x[:, :, start:stop], feat_cache=vae._enc_feat_map, feat_idx=vae._enc_conv_idx)
-            moments.append(vae.quant_conv(features))
-        vae.clear_cache()
-        return torch.cat(moments, dim=2)
-
-    def decode_tile(self, vae: Vae, z: torch.Tensor, options: CallOptions = PLAIN) -> torch.Tensor:
-        vae.clear_cache()
-        frames = []
-        cuts = _cuts(z.shape[2], options.chunk)
-        for done, (start, stop) in enumerate(cuts):
-            options.between(done, len(cuts))
-            vae._conv_idx = [0]
-            latent = vae.post_quant_conv(z[:, :, start:stop])
-            frames.append(vae.decoder(latent, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=start == 0))
-        vae.clear_cache()
-        return torch.cat(frames, dim=2)
-
     def finish_decode(self, vae: Vae, merged: torch.Tensor) -> torch.Tensor:
         if vae.config.patch_size is not None:
             merged = unpatchify(merged, patch_size=vae.config.patch_size)
-        return torch.clamp(merged, min=-1.0, max=1.0)
+        return super().finish_decode(vae, merged)
 
     def finished_shape(self, vae: Vae, merged: tuple[int, ...]) -> tuple[int, ...]:
         batch, channels, time, height, width = merged
-        patch = _patch(vae)
+        patch = self.patch(vae)
         return batch, channels // patch**2, time, height * patch, width * patch
-
-    def reset(self, vae: Vae) -> None:
-        vae.clear_cache()
-
-
-def _cuts(frames: int, step: int) -> list[tuple[int, int]]:
-    """The first frame alone, then ``step`` at a time: the causal cache wants it so."""
-    starts = [0, *range(1, frames, step)]
-    return list(zip(starts, [*starts[1:], frames], strict=True))
-
-
-def _patch(vae: Vae) -> int:
-    return int(vae.config.patch_size or 1)
-
-
-def _time_ratio(vae: Vae) -> int:
-    return int(2 ** sum(map(bool, vae.config.temperal_downsample)))
-
-
-def _frame_step(vae: Vae) -> int:
-    """Frames that diffusers encodes at a time after the first; what is left over it would drop."""
-    return max(4, _time_ratio(vae))
-
-
-def _axis(vae: Vae, operation: Operation, axis: str) -> AxisTiling:
-    size = getattr(vae, f"tile_sample_min_{axis}")
-    stride = getattr(vae, f"tile_sample_stride_{axis}")
-    ratio = vae.spatial_compression_ratio
-    inner = ratio // _patch(vae)
-    if not (isinstance(size, int) and isinstance(stride, int)):
-        raise GeometryError(f"tile {axis} size {size!r} and stride {stride!r} must be whole pixels")
-    if operation is Operation.ENCODE:
-        return AxisTiling(size, stride, AxisScale(down=inner), minimum=inner)
-    for name, value in (("size", size), ("stride", stride)):
-        if value % ratio or value < ratio:
-            near = max(ratio, value // ratio * ratio)
-            raise GeometryError(
-                f"tile {axis} {name} of {value} pixels is not a multiple of the compression ratio {ratio}, which would "
-                f"shift the picture; nearest: {near} or {near + ratio}"
-            )
-    return AxisTiling(size // ratio, stride // ratio, AxisScale(up=inner))
 
 
 class DistributedAutoencoderKLWan(DistributedVaeMixin, AutoencoderKLWan):

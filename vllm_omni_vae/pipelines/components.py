@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..autoencoders import distribute, distributed_class
+from ..autoencoders import distribute, distributed_class, selftest
+from ..autoencoders.selftest import summary
 from ..config import DiffusionParallelConfig, VaeConfig
 from ..errors import UnsupportedError
 from .request import ComponentReport
@@ -63,25 +65,34 @@ def set_up_vae(vae: Any, config: VaeConfig, parallel: DiffusionParallelConfig) -
             _switch_on(vae, "enable_tiling", "--vae-use-tiling")
         return
     if config.vae_use_tiling or (parallel.vae_ranks > 1 and config.vae_use_tiling is None):
-        size, stride = config.vae_tile_size, config.vae_tile_stride
-        for flag, extent in (("--vae-tile-size", size), ("--vae-tile-stride", stride)):
-            if extent and extent.frames:
-                raise UnsupportedError(f"{flag} {extent}: {type(vae).__name__} is not tiled in time; write HxW")
-        chosen = {
-            "tile_sample_min_height": size and size.height,
-            "tile_sample_min_width": size and size.width,
-            "tile_sample_stride_height": stride and stride.height,
-            "tile_sample_stride_width": stride and stride.width,
-        }
-        vae.enable_tiling(**{name: value for name, value in chosen.items() if value})
-        family.spec.check_tiling(vae)
+        family.spec.set_tiling(vae, config.vae_tile_size, config.vae_tile_stride)
 
 
 def _switch_on(vae: Any, method: str, flag: str) -> None:
-    if hasattr(vae, method):
+    try:
         getattr(vae, method)()
-    else:
+    except (AttributeError, NotImplementedError):
         logger.warning("%s does nothing for %s, which has no %s", flag, type(vae).__name__, method)
+
+
+def self_test(vaes: dict[str, Any], reports: Sequence[ComponentReport]) -> list[ComponentReport]:
+    """Collective. Check every autoencoder of ``vaes`` that is shared, before any call is made.
+
+    Args:
+        vaes, reports: As `distribute_vaes` left and returned them.
+
+    Returns:
+        The reports, with what was found.
+
+    Raises:
+        SelfTestError: a way of sharing does not give what it promises; on every rank alike.
+    """
+    return [
+        dataclasses.replace(report, selftest=summary(selftest(vaes[report.path], report.path)))
+        if report.parallel
+        else report
+        for report in reports
+    ]
 
 
 def distribute_vaes(

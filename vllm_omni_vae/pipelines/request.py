@@ -157,9 +157,11 @@ class ComponentReport:
         kind: Its diffusers class.
         parallel: Whether its work is shared among ranks.
         detail: The strategy and ranks, or why it is off.
+        selftest: What the self-test at load found; empty where there was none.
     """
 
     path: str
     kind: str
     parallel: bool
     detail: str
+    selftest: str = ""

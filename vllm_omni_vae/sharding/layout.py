@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from ..errors import GeometryError
+from ..errors import GeometryError, UnsupportedError
 from ..geometry import Partition, RankGrid
 
 
@@ -19,12 +19,15 @@ class ShardLayout:
         grid: The ranks.
         height, width: Latent rows and columns; one part for each row and column of ranks.
         rank: This rank in the grid.
+        remainder: Whether the input goes beyond its last whole latent. Above latent scale the last pieces may then hold
+            more than their latents, and how much more no other rank can tell.
     """
 
     grid: RankGrid
     height: Partition
     width: Partition
     rank: int
+    remainder: bool = False
 
     def __post_init__(self) -> None:
         if (self.height.parts, self.width.parts) != (self.grid.rows, self.grid.cols):
@@ -74,11 +77,17 @@ class ShardLayout:
         return x[..., rows, cols].clone(memory_format=torch.preserve_format)
 
     def spatial_dims(self, x: torch.Tensor) -> tuple[int, int] | None:
-        """The dims of ``x`` that are height and width, told by its sizes: channels first or last; None if neither."""
-        for dims in ((-2, -1), (-3, -2)):
-            if x.dim() >= 4 and self._matches(x.shape[dims[0]], x.shape[dims[1]]):
-                return x.dim() + dims[0], x.dim() + dims[1]
-        return None
+        """The dims of ``x`` that are height and width, told by its sizes: channels first or last; None if neither.
+
+        Where both fit, channels are last if the dim before them lies closest in memory: they were moved there.
+        """
+        places = ((-2, -1), (-3, -2)) if x.dim() >= 4 else ()
+        fitting = [dims for dims in places if self._matches(x.shape[dims[0]], x.shape[dims[1]])]
+        if not fitting:
+            return None
+        moved = x.stride(-2) == 1 < x.stride(-1)
+        height, width = fitting[-1 if moved else 0]
+        return x.dim() + height, x.dim() + width
 
     def cut_dims(self, x: torch.Tensor) -> set[int]:
         """The dims of ``x`` of which this rank holds only a piece."""
@@ -103,8 +112,14 @@ class ShardLayout:
 
         Raises:
             GeometryError: ``local`` is no number of positions that this rank can hold.
+            UnsupportedError: it cannot be told what other ranks hold, on every rank alike.
         """
         rows, cols = self.latents
+        if self.remainder and local != rows * cols:
+            raise UnsupportedError(
+                f"attention over {local} positions of {rows}x{cols} latents is not known on a shard of an input that "
+                "is no whole number of latents; crop or pad it to one"
+            )
         scale, rest = divmod(local, rows * cols)
         if rest or scale < 1:
             raise GeometryError(f"{local} positions do not come from a shard of {rows}x{cols} latents")

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 
 from ..distributed import Communicator
 from ..errors import UnsupportedError
+from .draws import draws
+from .extended import carriers, extend, extension
 from .halo import Edge, pad_with_halos
 from .layout import ShardLayout
 from .refused import refusals
+from .time import along_time, frame_mask, pools, transposed
 
 Handler = Callable[..., Any]
-
-_EXTENDED = "_vllm_omni_vae_extended"
-"""Set on a tensor that `F.pad` extended: `Edge` by dim, which the convolution that it is made for takes as read."""
 
 
 class Operators:
@@ -49,7 +49,8 @@ class Operators:
             F.batch_norm: self.batch_norm,
             **{f: self.normalize_last(f) for f in (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)},
         }
-        self.table |= refusals(layout)
+        self.table |= refusals(layout) | draws(layout) | pools(layout) | carriers()
+        self.table |= {f: transposed(layout, f) for f in (torch.conv_transpose2d, torch.conv_transpose3d)}
         self.table[F.max_pool2d_with_indices] = self._pool(F.max_pool2d_with_indices, indices=True)
         self.table |= {f: self._pool(f) for f in (F.avg_pool2d, F.max_pool2d, torch.max_pool2d)}
 
@@ -59,13 +60,16 @@ class Operators:
         spatial, outer = (pad + [0] * 4)[:4], pad[4:]
         width, height = spatial[:2], spatial[2:]
         cut = [p for dim, p in ((-1, width), (-2, height)) if self._layout.sharded(dim)]
+        ready = extension(x) or {-1: Edge(), -2: Edge()}
         if not any(any(p) for p in cut):
+            padded = F.pad(x, pad, mode, value)
+            return extend(padded, ready) if not any(spatial) else padded
+        if x.dim() == 3 and along_time(self._layout, x.shape[0], x.shape[-1]):
             return F.pad(x, pad, mode, value)
         if x.dim() < 4:
             raise UnsupportedError(f"F.pad with {pad} on positions of {tuple(x.shape)} is not known on a shard")
         if min(min(p) for p in cut) < 0:
             raise UnsupportedError(f"F.pad with {pad} cuts rows off a sharded axis")
-        ready: dict[int, Edge] = getattr(x, _EXTENDED, {-1: Edge(), -2: Edge()})
         for dim, added in ((-1, width), (-2, height)):
             if self._layout.sharded(dim) and ready[dim] != Edge() and any(added):
                 raise UnsupportedError(f"F.pad with {pad} on a sharded axis that is padded already")
@@ -88,8 +92,7 @@ class Operators:
             dim: Edge.same(ready[dim].before + before, ready[dim].after + after)
             for dim, (before, after) in ((-1, width), (-2, height))
         }
-        setattr(extended, _EXTENDED, both)
-        return extended
+        return extend(extended, both)
 
     def convolution(self, function: Handler) -> Handler:
         """The handler of `torch.conv2d` or `torch.conv3d`."""
@@ -107,11 +110,14 @@ class Operators:
             strides, dilations = _each(stride, dims), _each(dilation, dims)
             reach = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
             pads = _paddings(padding, reach, dims)
-            ready: dict[int, Edge] | None = getattr(input, _EXTENDED, None)
+            ready = extension(input)
             sizes = {-2: input.shape[-2], -1: input.shape[-1]}
-            edges = {}
+            edges, kept = {}, {-1: Edge(), -2: Edge()}
             for dim in (-2, -1):
-                if not self._layout.sharded(dim):
+                if ready and max(reach) > 1 and (reach[dim], strides[dim], pads[dim]) == (1, 1, 0):
+                    kept[dim] = ready[dim]
+                    sizes[dim] -= ready[dim].before + ready[dim].after
+                elif not self._layout.sharded(dim):
                     sizes[dim] -= ready[dim].before + ready[dim].after if ready else 0
                 elif ready is None:
                     edges[dim] = _edge(function, reach[dim], strides[dim], pads[dim])
@@ -121,7 +127,7 @@ class Operators:
             self._check_aligned(function, sizes[-2], sizes[-1], strides)
             if any(edge != Edge() for edge in edges.values()):
                 input = pad_with_halos(input, self._comm, self._layout, edges.get(-2, Edge()), edges.get(-1, Edge()))
-            return function(input, weight, bias, strides, pads, dilations, groups)
+            return extend(function(input, weight, bias, strides, pads, dilations, groups), kept)
 
         return convolve
 
@@ -134,8 +140,8 @@ class Operators:
                 )
 
     def pointwise_convolution(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """`torch.conv1d` over positions is local only with a kernel of one."""
-        if weight.shape[-1] != 1:
+        """`torch.conv1d` over time is local, over positions only with a kernel of one."""
+        if weight.shape[-1] != 1 and not along_time(self._layout, input.shape[0], input.shape[-1]):
             raise UnsupportedError(f"conv1d with a kernel of {weight.shape[-1]} is not known on a shard")
         return torch.conv1d(input, weight, *args, **kwargs)
 
@@ -184,9 +190,17 @@ class Operators:
         """Queries stay; keys and values of all ranks come in one message to each."""
         mask = args[0] if args else kwargs.get("attn_mask")
         causal = args[2] if len(args) > 2 else kwargs.get("is_causal", False)
-        if mask is not None or causal:
+        if (mask is not None or causal) and along_time(self._layout, query.shape[0], key.shape[-2]):
+            self.attention_calls += 1
+            return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        if causal:
             raise UnsupportedError("attention whose mask orders the positions is not known on a shard")
+        if args[1] if len(args) > 1 else kwargs.get("dropout_p", 0.0):
+            raise UnsupportedError("attention with dropout is not known on a shard; call eval() on the autoencoder")
         sizes = self._layout.positions(key.shape[-2])
+        if mask is not None:
+            mask = frame_mask(self._layout, mask, key.shape[-2], sizes)
+            args, kwargs = (mask, *args[1:]) if args else args, kwargs if args else kwargs | {"attn_mask": mask}
         self.attention_calls += 1
         both = torch.stack([key, value])
         shape = list(both.shape)
@@ -199,10 +213,17 @@ class Operators:
     def interpolate(
         self, input: torch.Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **kwargs: Any
     ) -> torch.Tensor:
-        """Nearest interpolation by whole factors is local; nothing else is."""
-        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
-        whole = size is None and all(f is not None and float(f) == int(f) and f >= 1 for f in factors)
-        if mode not in ("nearest", "nearest-exact") or not whole:
+        """Nearest interpolation by whole factors in height and width is local, and any in time alone."""
+        dims = input.dim() - 2
+        if size is None:
+            factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * dims
+        else:
+            factors = [to / have for to, have in zip(_each(size, dims), input.shape[2:], strict=True)]
+        whole = dims > 1 and all(f is not None and float(f) == int(f) and f >= 1 for f in factors[-2:])
+        if size is not None and factors[-2] != factors[-1]:  # a size that is not a piece's, but the whole map's
+            whole = False
+        still = dims > 2 and list(factors[-2:]) == [1, 1]
+        if not still and (mode not in ("nearest", "nearest-exact") or not whole):
             raise UnsupportedError(f"F.interpolate with mode {mode!r}, size {size} and factor {scale_factor}")
         return F.interpolate(input, size, scale_factor, mode, **kwargs)
 

@@ -15,18 +15,33 @@ from .layout import ShardLayout
 
 Handler = Callable[..., Any]
 
+_IN_PLACE_DRAWS = ["bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform"]
+
 ALWAYS = [
     *(f"adaptive_{kind}_pool{dims}d" for kind in ("avg", "max") for dims in (1, 2, 3)),
     *(f"{kind}_pool{dims}d" for kind in ("avg", "max") for dims in (1, 3)),
     *(f"conv_transpose{dims}d" for dims in (1, 2, 3)),
+    *(f"{kind}_" for kind in _IN_PLACE_DRAWS),
+    "bernoulli",
+    "binomial",
     "fliplr",
     "flipud",
     "fold",
     "grid_sample",
+    "gumbel_softmax",
     "instance_norm",
     "lp_pool2d",
     "multi_head_attention_forward",
+    "multinomial",
     "nonzero",
+    "normal",
+    "poisson",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn_like",
+    "randperm",
     "rot90",
     "unfold",
     "unique",

@@ -19,11 +19,14 @@ def randomize(module: ModuleT, generator: torch.Generator) -> ModuleT:
     """Fill every parameter of ``module`` in place from ``generator`` alone, and return it in evaluation mode.
 
     Whatever the constructor left, zero-initialised gates and ``torch.empty`` tokens included, is replaced: matrices
-    and kernels keep the variance of their input, per-channel scales lie within 5 % of one, biases within 0.1 of zero.
+    and kernels keep the variance of their input, per-channel scales lie within 5 % of one, biases within 0.1 of zero. A
+    single number without dims is a constant of the model and stays.
     So activations stay finite and no output is constant. Draws are uniform because normal ones go through a vectorised
     logarithm and cosine, whose last bits may differ between CPUs.
     """
     for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            continue
         if name.endswith("bias"):
             parameter.uniform_(-0.1, 0.1, generator=generator)
         elif parameter.numel() == parameter.shape[0]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 
 from ..autoencoders import Operation
+from ..autoencoders.arguments import PLAIN_TYPES
 from ..distributed import Communicator
-from ..errors import Cancelled, VaeParallelError
+from ..errors import Cancelled, UnsupportedError, VaeParallelError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,8 @@ class LeaderRendezvous:
     """On the ranks that run the pipeline: says what comes, and makes all inputs the leader's.
 
     Before a collective decode the latents of world rank 0 go to every rank, so that ranks cannot disagree about them.
-    Pixels are computed alike on every denoiser rank and only travel when there are followers.
+    Pixels are computed alike on every denoiser rank and only travel when there are followers. Tensors among the further
+    arguments go the same way as the input; plain ones are told to the followers, as JSON.
 
     Args:
         name: Which autoencoder this is: its place among the pipeline's.
@@ -40,15 +43,31 @@ class LeaderRendezvous:
         self._control = control
         self._followers = followers
 
-    def announce(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
-        """Collective. Tell the followers what comes, and return the leader's ``x`` on every rank."""
+    def announce(
+        self, operation: Operation, x: torch.Tensor, arguments: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Collective. Tell the followers what comes; return the leader's ``x`` and tensor arguments on every rank.
+
+        Raises:
+            UnsupportedError: there are followers and an argument cannot be told them; on every rank alike.
+        """
+        text = _pack(arguments) if self._followers else b""
         if self._control is not None and self._control.rank == 0:
             shape = list(x.shape)
-            code = [1 + _OPERATIONS.index(operation), self._name, _DTYPES.index(x.dtype), len(shape), *shape]
+            code = [1 + _OPERATIONS.index(operation), self._name, _DTYPES.index(x.dtype), len(text), len(shape), *shape]
             self._control.broadcast(_header(code), 0)
+            self._control.broadcast(torch.tensor(list(text), dtype=torch.uint8), 0)
+        given = dict(arguments)
         if self._followers or operation is Operation.DECODE:
-            x = x.contiguous() if self._domain.rank == 0 else torch.empty_like(x, memory_format=torch.contiguous_format)
-            self._domain.broadcast(x, 0)
+            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+            x, *shared = (self._lead(value.to(x.device)) for value in (x, *tensors.values()))
+            given.update(zip(tensors, shared, strict=True))
+        return x, given
+
+    def _lead(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective. The leader's ``x``."""
+        x = x.contiguous() if self._domain.rank == 0 else torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._domain.broadcast(x, 0)
         return x
 
 
@@ -79,16 +98,23 @@ def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device,
     while True:
         header = _header([])
         control.broadcast(header, 0)
-        code, name, dtype, dims, *sizes = header.tolist()
+        code, name, dtype, length, dims, *sizes = header.tolist()
         if code == _END:
             return
         vae = by_place[name]
+        domain = vae.parallel_state.groups.domain
+        text = torch.empty(length, dtype=torch.uint8)
+        control.broadcast(text, 0)
         x = torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device)
-        vae.parallel_state.groups.domain.broadcast(x, 0)
+        domain.broadcast(x, 0)
+        arguments = _unpack(bytes(text.tolist()), device)
+        for value in arguments.values():
+            if isinstance(value, torch.Tensor):
+                domain.broadcast(value, 0)
         run = vae.tiled_encode if _OPERATIONS[code - 1] is Operation.ENCODE else vae.tiled_decode
         vae.parallel_state.executor.observer = on_tile
         try:
-            run(x)
+            run(x, **arguments)
         except VaeParallelError as error:
             logger.debug("left a call with every other rank: %s", error)
             vae.spec.reset(vae)
@@ -98,3 +124,29 @@ def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device,
 
 def _header(values: list[int]) -> torch.Tensor:
     return torch.tensor(values + [0] * (_HEADER - len(values)), dtype=torch.int64)
+
+
+def _pack(arguments: Mapping[str, Any]) -> bytes:
+    """Names and plain values, and shape and type of tensors."""
+    told: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            told[name] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        elif isinstance(value, PLAIN_TYPES):
+            told[name] = value
+        else:
+            raise UnsupportedError(
+                f"ranks that only hold the autoencoder cannot be told the argument {name} of type "
+                f"{type(value).__name__}; give a plain value or a tensor"
+            )
+    return json.dumps(told).encode()
+
+
+def _unpack(text: bytes, device: torch.device) -> dict[str, Any]:
+    """Arguments of which the tensors have no values yet."""
+    return {
+        name: torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device=device)
+        if isinstance(value, dict)
+        else value
+        for name, value in json.loads(text).items()
+    }

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a full-size LTX-2 clip costs, counted without weights."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni_vae.autoencoders import DistributedAutoencoderKLLTX2Video, Operation
+from vllm_omni_vae.autoencoders.cost import Forecaster
+from vllm_omni_vae.cli.full_size import FULL_SIZE
+from vllm_omni_vae.config import VaeParallelMode
+
+
+def without_values(**layers: Any) -> Any:
+    with torch.device("meta"):
+        made = DistributedAutoencoderKLLTX2Video.from_config(dict(FULL_SIZE["ltx-2"]) | layers)
+    torch.nn.Module.to(made, torch.bfloat16)
+    made.requires_grad_(False).eval()
+    made.enable_tiling()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("mode", "grid", "calls", "messages", "megabytes"),
+    [
+        (VaeParallelMode.SPATIAL_SHARD_WIDTH, (1, 8), 45, 90, 262),
+        (VaeParallelMode.SPATIAL_SHARD_GRID, (2, 4), 90, 135, 188),
+    ],
+)
+def test_decode_of_768x1280_and_121_frames_on_8_ranks(
+    mode: VaeParallelMode, grid: tuple[int, int], calls: int, messages: int, megabytes: int
+) -> None:
+    forecast = Forecaster(without_values(), Operation.DECODE, (1, 128, 16, 24, 40)).forecast(mode, 8)
+    assert forecast.decision.rank_grid == grid
+    inner = max(forecast.uses, key=lambda use: use.halo_messages)
+    assert (inner.halo_calls, inner.halo_messages) == (calls, messages)
+    assert round(inner.halo_bytes / 1e6) == megabytes
+    assert inner.attention_messages == 0
+    assert inner.network_calls == 1
+
+
+def test_a_decoder_that_wants_a_timestep_is_forecast_too() -> None:
+    vae = without_values(timestep_conditioning=True, decoder_layers_per_block=(1, 1, 1, 1))
+    forecaster = Forecaster(vae, Operation.DECODE, (2, 128, 2, 24, 40))
+    assert forecaster.direct().peak_bytes > 0
+    for mode in (VaeParallelMode.TILE, VaeParallelMode.SPATIAL_SHARD_WIDTH):
+        assert forecaster.forecast(mode, 2).decision.strategy.value == mode.value
