@@ -32,12 +32,17 @@ class Setup:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def config(self, folder: Path) -> EngineConfig:
-        """The configuration for the checkpoint in ``folder``; tiling is on, on one rank too."""
+        """The configuration for the checkpoint in ``folder``; tiling is on, on one rank too, and the self-test off."""
         size, stride = tile(self.family)
         return EngineConfig(
             model=str(folder),
             parallel=DiffusionParallelConfig(**self.parallel),
-            vae=VaeConfig(vae_use_tiling=True, vae_tile_size=f"{size}x{size}", vae_tile_stride=f"{stride}x{stride}"),
+            vae=VaeConfig(
+                vae_use_tiling=True,
+                vae_tile_size=f"{size}x{size}",
+                vae_tile_stride=f"{stride}x{stride}",
+                vae_selftest=False,
+            ),
             **self.settings,
         )
 

@@ -55,6 +55,11 @@ class VaeConfig:
         parse=TileExtent.parse,
         metavar="HxW",
     )
+    vae_selftest: bool = option(
+        True,
+        "At load, compare each way in which ranks may share the VAE with one rank, on small noise; one that does not "
+        "give what it promises ends the start.",
+    )
 
     def __post_init__(self) -> None:
         for name in ("vae_tile_size", "vae_tile_stride"):

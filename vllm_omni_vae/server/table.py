@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from .lifecycle import ServingEngine
 
-_COLUMNS = ("component", "class", "parallel", "strategy, or why it is off")
+_COLUMNS = ("component", "class", "parallel", "strategy, or why it is off", "self-test")
 
 
 def startup_table(engine: ServingEngine) -> str:
     """Return the pipeline, ranks, device and dtype of a started engine, and a line for each of its autoencoders."""
     title = f"{engine.card.pipeline_class} on {len(engine.worker_pids)} rank(s), {engine.device}, {engine.dtype}"
-    rows = [(one.path, one.kind, "on" if one.parallel else "off", one.detail) for one in engine.report]
+    rows = [(one.path, one.kind, "on" if one.parallel else "off", one.detail, one.selftest) for one in engine.report]
     return f"{title}\n{_align([_COLUMNS, *rows])}"
 
 

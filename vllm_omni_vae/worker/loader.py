@@ -19,7 +19,7 @@ from ..autoencoders import FAMILIES
 from ..autoencoders.mixin import check_mode
 from ..config import EngineConfig
 from ..errors import UnsupportedError
-from ..pipelines.components import distribute_vaes, find_vaes
+from ..pipelines.components import distribute_vaes, find_vaes, self_test
 from ..pipelines.profile import PipelineProfile, read_json
 from ..pipelines.request import ComponentReport
 
@@ -91,6 +91,8 @@ def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> L
     for vae in vaes.values():
         vae.eval()
     reports = distribute_vaes(vaes, config.vae, config.parallel, timeout)
+    if config.vae.vae_selftest:
+        reports = self_test(vaes, reports)
     shown = dtype.get("default", torch.float32) if isinstance(dtype, dict) else dtype
     return LoadedModel(profile, pipeline, vaes, tuple(reports), device, str(shown).removeprefix("torch."))
 

@@ -14,6 +14,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from tests.e2e.conftest import CPU, Checkpoint, Start, left_media
 from tests.e2e.media import file_of, photo, read_clip
+from tests.helpers.broken_halo import ENVIRONMENT as BROKEN_HALO
 from tests.helpers.server import Server
 from vllm_omni_vae import VaeParallelMode
 from vllm_omni_vae.server.media import encode_video
@@ -147,3 +148,11 @@ def test_what_cannot_work_ends_the_start_with_the_reason(
     assert server.wait_until_ended() == 2
     (error,) = [line for line in server.log.splitlines() if line.startswith("error: ")]
     assert reason in error
+
+
+def test_a_broken_halo_ends_the_start_with_the_reason(start: Start, model: str) -> None:
+    flags = (*TWO_RANKS, "--vae-parallel-mode", SHARD)
+    server = start("vllm-omni-vae", "serve", model, *flags, environment=BROKEN_HALO)
+    assert server.wait_until_ended() == 2
+    (error,) = [line for line in server.log.splitlines() if line.startswith("error: ")]
+    assert f"self-test of vae: decode with {SHARD} is off by " in error
