@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+BENCH ?= wan2.1 --height 128 --width 128 --frames 5 --ranks 2 --tile-size 64x64 --tile-stride 48x48 --warmup 1 --repeats 5
 
 BIN := $(VENV)/bin
 RUN := $(BIN)/python tools/no_leftovers.py
@@ -25,8 +26,8 @@ env: ## make or update the environment in .venv
 demo: env ## generate a clip on two ranks with a tiny model, and compare it with one rank
 	@$(RUN) $(BIN)/python tools/demo.py $(ARGS)
 
-bench: env ## time tiles on one rank and on several against un-tiled; ARGS="--config wan2.1" takes the full-size VAE
-	@$(RUN) $(BIN)/python -m benchmarks.wan_tiles $(ARGS)
+bench: env ## time every way to share a VAE against one rank; ARGS="--repeats 3" adds flags, BENCH="..." says what instead
+	@$(RUN) $(BIN)/vllm-omni-vae bench $(BENCH) $(ARGS)
 
 test: env ## run every test that this machine can run; ARGS="-k name" chooses some
 	@$(PYTEST) -n 2 --dist loadfile -m "not ($(PROCESSES))" $(ARGS) $(NONE_IS_FINE)

@@ -18,9 +18,7 @@ HEADER = "# SPDX-License-Identifier: Apache-2.0"
 MOST_LINES = 400
 
 SOURCES = sorted(
-    path
-    for folder in ("vllm_omni_vae", "tests", "tools", "examples", "benchmarks")
-    for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("vllm_omni_vae", "tests", "tools", "examples") for path in (ROOT / folder).rglob("*.py")
 )
 WITHOUT_TORCH = (
     "vllm_omni_vae",

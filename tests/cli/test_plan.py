@@ -220,7 +220,7 @@ def test_bad_input_is_refused(
 
 
 def test_a_model_that_cannot_be_planned_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "name one of the families wan2.1, " in _refusal(capsys, "plan", str(tmp_path), *SMALL)
+    assert "name one of the families flux.1, " in _refusal(capsys, "plan", str(tmp_path), *SMALL)
     (tmp_path / "model_index.json").write_text('{"_class_name": "P", "vae": ["diffusers", "AutoencoderTiny"]}')
     assert "no autoencoder that can be shared" in _refusal(capsys, "plan", str(tmp_path), *SMALL)
     (tmp_path / "model_index.json").write_text('{"_class_name": "P", "vae": ["diffusers", "AutoencoderKLWan"]}')
@@ -235,3 +235,28 @@ def test_families_are_known_without_a_checkpoint(capsys: pytest.CaptureFixture[s
     plan = _json(capsys, "plan", family, *size, "--operation", "decode")
     ratio = 16 if family == "wan2.2-ti2v-5b" else 8
     assert plan["operations"]["decode"]["input"][2:] == [1, 704 // ratio, 1280 // ratio]
+
+
+@pytest.mark.parametrize("family", ["flux.1", "flux.2", "sdxl", "z-image"])
+def test_pictures_have_no_frames(capsys: pytest.CaptureFixture[str], family: str) -> None:
+    words = ("plan", family, "--height", "1152", "--width", "1152", "--ranks", "2", "--tile-size", "512x512")
+    (plan,) = _json(capsys, *words, "--frames", "1", "--operation", "decode")["operations"].values()
+    channels = {"flux.2": 32, "sdxl": 4}.get(family, 16)
+    assert (plan["input"], plan["output"]) == ([1, channels, 144, 144], [1, 3, 1152, 1152])
+    rows = plan["strategies"]
+    assert {row["status"] for row in rows.values()} == {"runs"}
+    assert rows["tile"]["decision"]["grid"] == [1, 3, 3]
+    assert rows["spatial_shard_height"]["decision"]["chunk"] == 1
+    assert "is for pictures, not for 5 frames; give 1" in _refusal(capsys, *words, "--frames", "5")
+
+
+def test_a_plan_of_a_picture_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "sdxl", "--height", "1152", "--width", "1032", "--frames", "1", "--ranks", "4"])
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "sdxl: AutoencoderKL, 1 frame of 1152x1032 on 4 ranks, bfloat16; weights 160 MiB on each rank"
+    )
+    assert "encode: 1x3x1152x1032 to 1x4x144x129\n" in text
+    assert "decode: 1x4x144x129 to 1x3x1152x1032\n" in text
+    assert text.count("auto takes spatial_shard_grid on 2x2 ranks (height x width), imbalance ") == 2
+    assert "latent frame" not in text

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.docs.markdown import ROOT, Block, all_blocks, anchors, blocks, codes, commands, links, name, pages
-from vllm_omni_vae.cli import plan, serve, tiny
+from vllm_omni_vae.cli import bench, plan, serve, tiny, verify
 from vllm_omni_vae.config import ServerConfig
 from vllm_omni_vae.config.flags import flags
 from vllm_omni_vae.server.app import create_app
@@ -178,7 +178,7 @@ def test_the_tables_of_errors_are_complete() -> None:
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
     commands = argparse.ArgumentParser().add_subparsers()
-    for command in (serve, tiny, plan):
+    for command in (serve, tiny, plan, verify, bench):
         command.add_parser(commands)
     return dict(commands.choices)
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from . import plan, serve, tiny
+from . import bench, plan, serve, tiny, verify
 from .exit import exit_on_error
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, plan, tiny):
+    for command in (serve, plan, verify, bench, tiny):
         command.add_parser(commands)
     args = parser.parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
     with exit_on_error():

@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import DiffusionParallelConfig, VaeConfig, VaeParallelMode
-from ..errors import ConfigurationError, GeometryError, RankError, UnsupportedError
+from ..config import VaeConfig, VaeParallelMode
+from ..errors import ConfigurationError, RankError, UnsupportedError
 from ..geometry import deal
+from .blank import add_model, find_autoencoders, make_blank, public_shapes
 from .drawing import Panel, Span, draw_png
 from .full_size import FULL_SIZE
 from .plan_report import OperationPlan, Plan, Row
@@ -39,9 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         description="Show for every VAE parallel mode which rank does what part of an encode or decode, what it "
         "sends and how much memory it takes, and what `auto` chooses. Reads JSON only; no weights, no accelerator.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL|FAMILY", help=f"Folder or hub name of a diffusers checkpoint, or one of {families}."
-    )
+    add_model(parser, f"Folder or hub name of a diffusers checkpoint, or one of {families}.")
     parser.add_argument("--height", type=int, required=True, metavar="N", help="Pixels.")
     parser.add_argument("--width", type=int, required=True, metavar="N", help="Pixels.")
     parser.add_argument("--frames", type=int, required=True, metavar="N", help="Frames; 1 for a picture.")
@@ -79,7 +78,9 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigurationError(f"--ranks is {args.ranks}; one rank has nobody to share with, so give at least 2")
     from ..autoencoders import Operation
 
-    vae = _autoencoder(args)
+    found = next(one for one in find_autoencoders(args.model) if one.known)
+    tiles = VaeConfig(vae_tile_size=args.tile_size, vae_tile_stride=args.tile_stride)
+    vae = make_blank(found.config, args.dtype, args.ranks, tiles.vae_tile_size, tiles.vae_tile_stride)
     operations = tuple(Operation) if args.operation == "both" else (Operation(args.operation),)
     plan = Plan(
         args.model,
@@ -97,50 +98,10 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(plan.to_json(), indent=2) if args.json else plan.to_text())
 
 
-def _autoencoder(args: argparse.Namespace) -> Any:
-    """The autoencoder of the model without its weights, tiled as asked."""
-    import torch
-
-    from ..autoencoders import FAMILIES
-    from ..pipelines.components import set_up_vae
-
-    families: dict[str, Any] = {family.spec.base_class.__name__: family for family in FAMILIES}
-    config = _config(args.model, families)
-    with torch.device("meta"):
-        vae = families[config["_class_name"]].from_config(dict(config))
-    torch.nn.Module.to(vae, getattr(torch, args.dtype))  # diffusers' own `to` writes a line for every cast
-    vae.requires_grad_(False).eval()
-    tiles = VaeConfig(vae_use_tiling=True, vae_tile_size=args.tile_size, vae_tile_stride=args.tile_stride)
-    set_up_vae(vae, tiles, DiffusionParallelConfig(vae_patch_parallel_size=args.ranks))
-    return vae
-
-
-def _config(model: str, families: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the first autoencoder of ``model`` that is one of ``families``."""
-    from .. import checkpoint
-    from ..pipelines.profile import read_json
-
-    if model in FULL_SIZE:
-        return FULL_SIZE[model]
-    try:
-        found = checkpoint.require(model)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{error}; or name one of the families {', '.join(FULL_SIZE)}") from None
-    folder = checkpoint.descriptions(found)
-    for name, entry in read_json(folder / checkpoint.INDEX).items():
-        if isinstance(entry, list) and entry[-1] in families:
-            return read_json(folder / name / "config.json") | {"_class_name": entry[-1]}
-    raise UnsupportedError(
-        f"{model} has no autoencoder that can be shared among ranks; those that can: {', '.join(families)}"
-    )
-
-
 def _plan(vae: Any, operation: Operation, args: argparse.Namespace) -> OperationPlan:
-    from ..autoencoders import Operation
     from ..autoencoders.cost import Forecaster
 
-    pixels, latents = _shapes(vae, operation, args)
-    shape, result = (pixels, latents) if operation is Operation.ENCODE else (latents, pixels)
+    shape, result = public_shapes(vae, operation, (args.frames, args.height, args.width))
     forecaster = Forecaster(vae, operation, shape)
     _tell(f"{operation}: direct")
     direct = forecaster.direct()
@@ -150,31 +111,6 @@ def _plan(vae: Any, operation: Operation, args: argparse.Namespace) -> Operation
         rows.append(_row(forecaster, mode, args))
     _tell("")
     return OperationPlan(operation, shape, result, tuple(rows))
-
-
-def _shapes(vae: Any, operation: Operation, args: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of pixels and latents.
-
-    Raises:
-        GeometryError: the autoencoder does not decode to this size.
-    """
-    from ..autoencoders import Operation
-
-    spec = vae.spec
-    asked = (args.frames, args.height, args.width)
-    made_channels = spec.channels(vae, Operation.DECODE)
-    colours = spec.finished_shape(vae, spec.shape(1, made_channels, (1, 1, 1)))[1]
-    pixels = spec.shape(1, colours, asked)
-    latents = spec.grid(vae, Operation.ENCODE, spec.seen_extents(vae, Operation.ENCODE, pixels)).out_extents
-    decoded = spec.grid(vae, Operation.DECODE, latents).out_extents
-    made = spec.extents(spec.finished_shape(vae, spec.shape(1, made_channels, decoded)))
-    if operation is Operation.DECODE and made != asked:
-        raise GeometryError(
-            f"{spec.name} cannot decode to {args.frames} frames of {args.height}x{args.width}; "
-            f"what it can make next to that is {made[0]} frames of {made[1]}x{made[2]}"
-        )
-    moments = spec.channels(vae, Operation.ENCODE)
-    return pixels, spec.shape(1, moments // 2, latents)
 
 
 def _row(forecaster: Forecaster, mode: VaeParallelMode, args: argparse.Namespace) -> Row:

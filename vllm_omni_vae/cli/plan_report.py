@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .drawing import Panel, draw_text
+from .table import align
 
 if TYPE_CHECKING:
     from ..autoencoders import Operation
@@ -49,7 +50,7 @@ class OperationPlan:
 
     Attributes:
         operation: Encode or decode.
-        shape: Public input, ``(B, C, T, H, W)``.
+        shape: Public input, ``(B, C, T, H, W)``, or ``(B, C, H, W)`` of a picture.
         result: What comes out, likewise.
         rows: One for each strategy; ``auto`` is the last.
     """
@@ -110,8 +111,9 @@ class Plan:
         return "\n\n".join(self._sections())
 
     def _sections(self) -> Iterator[str]:
+        frames = "1 frame" if self.frames == 1 else f"{self.frames} frames"
         yield (
-            f"{self.model}: {self.autoencoder}, {self.frames} frames of {self.height}x{self.width} on {self.ranks} "
+            f"{self.model}: {self.autoencoder}, {frames} of {self.height}x{self.width} on {self.ranks} "
             f"ranks, {self.dtype}; weights {self.weight_bytes / 2**20:.0f} MiB on each rank"
         )
         for plan in self.operations:
@@ -132,7 +134,7 @@ def _auto(plan: OperationPlan) -> str:
 def _costs(rows: Sequence[Row]) -> str:
     width = max(len(row.strategy) for row in rows)
     cells = [_cells(row.strategy.ljust(width), row.forecast) for row in rows if row.forecast]
-    head, rule, *lines = _align([_COLUMNS, *cells])
+    head, rule, *lines = align([_COLUMNS, *cells])
     counted = iter(lines)
     told = (
         next(counted) if row.forecast else f"{row.strategy.ljust(width)}  {row.status}: {row.reason}" for row in rows
@@ -175,17 +177,7 @@ def _shares(rows: Sequence[Row], ranks: int) -> str:
             whole = row.forecast.cost.whole
             cells = [f"{cost.work / whole:.1%} {use.peak_bytes / 2**20:5.0f}" for cost, use in pairs]
             table.append((row.strategy, *cells, *[""] * (ranks - len(cells))))
-    return "\n".join(_align(table))
-
-
-def _align(table: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, the others to the right; a rule below the first line."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
-        for line in table
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    return "\n".join(align(table))
 
 
 def _row_json(row: Row) -> dict[str, Any]:

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import signal
 import sys
 from multiprocessing.connection import Connection
 
 from .. import envs
+from .lifetime import end_with_parent
 
 
 def main() -> None:
     """Serve over the inherited pipe. The parent's death ends this process; its terminal does not."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    end_with_parent()
     logging.basicConfig(level=envs.log_level(), stream=sys.stderr)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

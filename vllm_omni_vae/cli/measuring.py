@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``bench`` and ``verify`` have in common: flags, what is measured, and the ranks that measure it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..config import VaeConfig, VaeParallelMode
+from ..errors import ConfigurationError, GeometryError, UnsupportedError
+from ..measure.arms import arms_of
+from ..measure.messages import Job, Progress, Source, Work
+from ..measure.result import OperationResult, gather_arms
+from .blank import Found, add_model, make_blank, public_shapes
+from .full_size import FULL_SIZE
+
+if TYPE_CHECKING:
+    from ..autoencoders.cost import Forecaster
+
+MODES = tuple(mode for mode in VaeParallelMode if mode is not VaeParallelMode.AUTO)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What is measured of one autoencoder, found to be possible; no process has been started for it.
+
+    Attributes:
+        found: Which autoencoder.
+        size: Frames, height and width in pixels.
+        job: What the ranks are told.
+        made: Shape of each operation's output.
+        left_out: Why a mode is not run, by operation and mode.
+        auto: What ``auto`` takes, by operation.
+    """
+
+    found: Found
+    size: tuple[int, int, int]
+    job: Job
+    made: Mapping[str, tuple[int, ...]]
+    left_out: Mapping[str, Mapping[str, str]]
+    auto: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measurement:
+    """What came out.
+
+    Attributes:
+        request: What was measured.
+        device, backend: Of rank 0.
+        threads: Of each rank, also where one runs alone.
+        operations: One or two.
+    """
+
+    request: Request
+    device: str
+    backend: str
+    threads: int
+    operations: tuple[OperationResult, ...]
+
+    @property
+    def broken(self) -> list[str]:
+        """Promises that were not kept, in words."""
+        return [
+            f"{self.request.found.path}: {operation.operation} {one.arm.name}"
+            for operation in self.operations
+            for one in operation.broken
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        job = self.request.job
+        frames, height, width = self.request.size
+        return {
+            "path": self.request.found.path,
+            "autoencoder": self.request.found.kind,
+            "frames": frames,
+            "height": height,
+            "width": width,
+            "ranks": job.ranks,
+            "dtype": job.dtype,
+            "device": self.device,
+            "backend": self.backend,
+            "threads": self.threads,
+            "warmup": job.warmup,
+            "repeats": job.repeats,
+            "operations": {one.operation: one.to_json() for one in self.operations},
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, warmup: int, repeats: int) -> None:
+    """Add the flags that both commands take; those that say how large the input is are each command's own."""
+    families = ", ".join(FULL_SIZE)
+    what = f"Folder or hub name of a diffusers checkpoint, or, for random weights of full size, one of {families}."
+    add_model(parser, what)
+    parser.add_argument(
+        "--operation", choices=("encode", "decode", "both"), default="both", help="What to measure. Default: both."
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        metavar="MODE",
+        choices=[mode.value for mode in MODES],
+        help=f"Which ways to share: {', '.join(MODES)}. Default: all that the family has.",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="Default: float32.")
+    parser.add_argument("--tile-size", "--vae-tile-size", metavar="HxW", help="Tile size in pixels.")
+    parser.add_argument(
+        "--tile-stride", "--vae-tile-stride", metavar="HxW", help="Pixels between the starts of neighbouring tiles."
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=warmup, metavar="N", help=f"Rounds that are not timed. Default: {warmup}."
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        metavar="N",
+        help=f"Rounds that are timed; each runs everything once. Default: {repeats}.",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="Seconds without a step forward after which the ranks are given up. Default: 1800.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, with every number of every rank.")
+
+
+def check_counts(args: argparse.Namespace, ranks_flag: str) -> None:
+    """Refuse numbers that cannot be meant.
+
+    Raises:
+        ConfigurationError: names the flag.
+    """
+    least = {"height": 1, "width": 1, "frames": 1, "repeats": 1, "warmup": 0, "chunk": 1}
+    for name, low in least.items():
+        value = getattr(args, name, None)
+        if value is not None and value < low:
+            raise ConfigurationError(f"--{name} is {value}; it must be at least {low}")
+    if args.ranks < 2:
+        raise ConfigurationError(f"{ranks_flag} is {args.ranks}; one rank has nobody to share with, so give at least 2")
+    if not args.timeout > 0:
+        raise ConfigurationError(f"--timeout is {args.timeout:g}; give a number of seconds above 0")
+
+
+def plan_request(
+    found: Found,
+    args: argparse.Namespace,
+    size: tuple[int, int, int],
+    tiles: VaeConfig,
+    *,
+    timing: bool,
+) -> Request:
+    """Find out what would be run; nothing is started.
+
+    Args:
+        found: Which autoencoder.
+        args: Flags of the command.
+        size: Frames, height and width in pixels.
+        tiles: Tile size and stride.
+        timing: Whether times are what matters: then each shard also runs without messages, and no shard is judged,
+            which takes a run in float64.
+
+    Raises:
+        GeometryError: the autoencoder cannot do this size, or nothing of it would be shared.
+        UnsupportedError: a mode that was named and that the family does not have.
+    """
+    from ..autoencoders import Operation
+    from ..autoencoders.cost import Forecaster
+    from ..autoencoders.mixin import check_mode
+
+    chunk = getattr(args, "chunk", None)
+    vae = make_blank(found.config, args.dtype, args.ranks, tiles.vae_tile_size, tiles.vae_tile_stride)
+    named = [VaeParallelMode(mode) for mode in args.modes or ()]
+    for mode in named:
+        check_mode(vae.spec, mode)
+    modes = list(dict.fromkeys(named)) or [mode for mode in MODES if mode in vae.spec.modes]
+    operations = tuple(Operation) if args.operation == "both" else (Operation(args.operation),)
+    works, made, left_out, auto = [], {}, {}, {}
+    for operation in operations:
+        shape, made[operation.value] = public_shapes(vae, operation, size)
+        runs, left_out[operation.value], auto[operation.value] = _choose(
+            Forecaster(vae, operation, shape, chunk), modes, args.ranks
+        )
+        works.append(Work(operation.value, shape, arms_of(runs, bounds=timing)))
+    job = Job(
+        source=Source(found.kind, found.config, found.model, found.path.replace(".", "/")),
+        works=tuple(works),
+        ranks=args.ranks,
+        dtype=args.dtype,
+        tile_size=tiles.vae_tile_size,
+        tile_stride=tiles.vae_tile_stride,
+        chunk=chunk,
+        warmup=args.warmup,
+        repeats=args.repeats,
+        exact=not timing,
+        timeout=args.timeout,
+    )
+    return Request(found, size, job, made, left_out, auto)
+
+
+def _choose(
+    forecaster: Forecaster, modes: list[VaeParallelMode], ranks: int
+) -> tuple[list[VaeParallelMode], dict[str, str], str]:
+    """Modes that run as themselves and unlike the others, why the rest does not, and what ``auto`` takes."""
+    runs: dict[tuple[int, int], VaeParallelMode] = {}
+    left_out: dict[str, str] = {}
+    for mode in modes:
+        try:
+            decision = forecaster.decide(mode, ranks)
+        except UnsupportedError as error:
+            left_out[mode.value] = str(error)
+            continue
+        if decision.strategy.value != mode.value:
+            left_out[mode.value] = f"falls back to {decision.strategy} ({decision.reason})"
+        elif decision.rank_grid in runs:
+            left_out[mode.value] = f"the same as {runs[decision.rank_grid]} on {ranks} ranks"
+        else:
+            runs[decision.rank_grid] = mode
+    if not runs:
+        why = "; ".join(f"{mode}: {reason}" for mode, reason in left_out.items())
+        raise GeometryError(
+            f"nothing of this {forecaster.operation} would be shared: {why}; give a larger picture, smaller tiles "
+            "(--tile-size and --tile-stride) or fewer ranks"
+        )
+    return list(runs.values()), left_out, _auto(forecaster, ranks)
+
+
+def _auto(forecaster: Forecaster, ranks: int) -> str:
+    try:
+        decision = forecaster.decide(VaeParallelMode.AUTO, ranks)
+    except UnsupportedError as error:
+        return f"auto is refused: {error}"
+    return f"auto takes {str(decision).removeprefix(f'{forecaster.operation}: ')}"
+
+
+def run_request(request: Request) -> Measurement:
+    """Start the ranks, have them measure, and end them. Progress is shown on a terminal.
+
+    Raises:
+        EngineError: a rank failed, died or stalled; none is left.
+        SystemExit: by Ctrl-C, with the code that shells give it.
+    """
+    from ..measure.processes import run_job
+
+    try:
+        ranks = run_job(request.job, _show)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    finally:
+        _clear()
+    operations = tuple(
+        OperationResult(
+            work.operation,
+            work.shape,
+            request.made[work.operation],
+            gather_arms(work, ranks),
+            request.left_out[work.operation],
+            request.auto[work.operation],
+        )
+        for work in request.job.works
+    )
+    return Measurement(request, ranks[0].device, ranks[0].backend, ranks[0].threads, operations)
+
+
+_BAR = 20
+_INTERRUPTED = 130
+
+
+def _show(progress: Progress) -> None:
+    if sys.stderr.isatty():
+        full = round(_BAR * progress.done / progress.total)
+        bar = "#" * full + "." * (_BAR - full)
+        print(f"\r\x1b[K[{bar}] {progress.what}", end="", file=sys.stderr, flush=True)
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

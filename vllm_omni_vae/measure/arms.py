@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to run one encode or decode that a measurement compares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from enum import StrEnum
+
+from ..config import VaeParallelMode
+
+
+class Kind(StrEnum):
+    """Who runs, and what."""
+
+    UNTILED = "direct"
+    SEQUENTIAL = "sequential_tiles"
+    SHARED = "shared"
+    SILENT = "no_messages"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arm:
+    """One way.
+
+    Attributes:
+        kind: ``direct``: one rank, the whole at once, as diffusers does it. ``sequential_tiles``: one rank, diffusers'
+            own tiles. ``shared``: all ranks, under ``mode``. ``no_messages``: the same without any exchange, which no
+            exchange can be faster than; what comes out has no meaning.
+        mode: What the ranks are set to; None on one rank.
+    """
+
+    kind: Kind
+    mode: VaeParallelMode | None = None
+
+    @property
+    def name(self) -> str:
+        """Unlike that of any other arm; the key in JSON."""
+        if self.mode is None:
+            return self.kind.value
+        return self.mode.value + ("/no_messages" if self.kind is Kind.SILENT else "")
+
+    @property
+    def title(self) -> str:
+        """For a table."""
+        if self.mode is None:
+            return "un-tiled, one rank" if self.kind is Kind.UNTILED else "tiles, one rank"
+        return "  without messages" if self.kind is Kind.SILENT else self.mode.value
+
+    @property
+    def alone(self) -> bool:
+        """Whether one rank runs and the others wait."""
+        return self.mode is None
+
+
+def arms_of(modes: Sequence[VaeParallelMode], *, bounds: bool) -> tuple[Arm, ...]:
+    """Both baselines, then every mode, each shard with its bound if ``bounds``."""
+    arms = [Arm(Kind.UNTILED), Arm(Kind.SEQUENTIAL)]
+    for mode in modes:
+        arms.append(Arm(Kind.SHARED, mode))
+        if bounds and mode is not VaeParallelMode.TILE:
+            arms.append(Arm(Kind.SILENT, mode))
+    return tuple(arms)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One autoencoder that can run as every arm, with one set of weights."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..autoencoders import FAMILIES, Decision, Operation, ParallelState, distribute
+from ..autoencoders.compare import noise, run, run_alone, run_exactly
+from ..autoencoders.mixin import DistributedVaeMixin
+from ..autoencoders.twin import switches
+from ..config import DiffusionParallelConfig, VaeConfig
+from ..distributed import VaeGroups
+from ..distributed.communicator import Traffic
+from ..errors import UnsupportedError
+from ..pipelines.components import set_up_vae
+from ..tiny.common import randomize
+from .arms import Arm, Kind
+from .messages import Job, Source
+from .transport import silent_groups, staged_groups
+
+_SEED = 0
+
+
+class Subject:
+    """Collective. The autoencoder of a job, and its groups.
+
+    Args:
+        job: What is measured.
+        device: Where this rank computes.
+        staged: Whether the ranks' messages must go through the memory of the CPU.
+
+    Attributes:
+        device: As given.
+        decisions: Those of the last run.
+    """
+
+    def __init__(self, job: Job, device: torch.device, staged: bool):
+        self.device = device
+        self.decisions: list[Decision] = []
+        self._vae = load(job.source, getattr(torch, job.dtype), device)
+        tiles = VaeConfig(vae_use_tiling=True, vae_tile_size=job.tile_size, vae_tile_stride=job.tile_stride)
+        set_up_vae(self._vae, tiles, DiffusionParallelConfig(vae_patch_parallel_size=job.ranks))
+        distribute(self._vae, size=job.ranks, timeout=timedelta(seconds=job.timeout))
+        groups: VaeGroups = self._vae.parallel_state.groups
+        self._groups = staged_groups(groups) if staged else groups
+        self._silent = silent_groups(groups)
+        self._chunk = job.chunk
+        self._switches = dict(switches(self._vae))
+        self._states: dict[Arm, ParallelState] = {}
+
+    def input(self, operation: Operation, shape: tuple[int, ...]) -> torch.Tensor:
+        """Noise, the same in every process."""
+        return noise(operation, shape, self._vae)
+
+    @torch.no_grad()
+    def run(self, arm: Arm, operation: Operation, x: torch.Tensor) -> torch.Tensor:
+        """Collective, but of an arm that is one rank's alone. Moments or sample; a decoded one is rank 0's."""
+        self.decisions.clear()
+        vars(self._vae).update(self._switches)
+        if arm.alone:
+            return run_alone(self._vae, operation, x, {}, tiled=arm.kind is Kind.SEQUENTIAL)
+        self._vae._vae_parallel = self._state(arm)
+        return run(self._vae, operation, x, {})
+
+    @torch.no_grad()
+    def run_exactly(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
+        """What the un-tiled arm would give in float64."""
+        vars(self._vae).update(self._switches)
+        return run_exactly(self._vae, operation, x, {})
+
+    def traffic(self, arm: Arm) -> Traffic:
+        """What this rank has sent so far through the groups of ``arm``; nothing, where they exchange nothing."""
+        total = Traffic()
+        if arm.kind is not Kind.SHARED:
+            return total
+        groups = self._state(arm).groups
+        for comm in {id(c): c for c in (groups.work, groups.domain, groups.halo) if c is not None}.values():
+            sent = comm.traffic
+            total.messages += sent.messages
+            total.bytes += sent.bytes
+            total.broadcast_bytes += sent.broadcast_bytes
+            for name, count in sent.collectives.items():
+                total.collectives[name] = total.collectives.get(name, 0) + count
+        return total
+
+    def _state(self, arm: Arm) -> ParallelState:
+        if arm not in self._states:
+            assert arm.mode is not None
+            groups = self._silent if arm.kind is Kind.SILENT else self._groups
+            self._states[arm] = state = ParallelState(groups, arm.mode, False)
+            state.on_decision = self.decisions.append
+            state.chunk = self._chunk
+        return self._states[arm]
+
+
+def load(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
+    """The diffusers autoencoder of ``source`` in evaluation mode, with equal weights in every process."""
+    kind: Any = _family(source.class_name).spec.base_class
+    if source.model is None:
+        vae = randomize(kind.from_config(dict(source.config)), torch.Generator().manual_seed(_SEED))
+    else:
+        vae = kind.from_pretrained(source.model, subfolder=source.subfolder, dtype=dtype)
+    torch.nn.Module.to(vae, device, dtype)  # diffusers' own `to` writes a line for every cast
+    return vae.requires_grad_(False).eval()
+
+
+def _family(class_name: str) -> type[DistributedVaeMixin]:
+    families = {family.spec.base_class.__name__: family for family in FAMILIES}
+    if class_name not in families:
+        raise UnsupportedError(f"{class_name} cannot be shared among ranks; those that can: {', '.join(families)}")
+    return families[class_name]
+
+
+def check_runs_as(arm: Arm, decision: Decision) -> None:
+    """Refuse to time one strategy under another's name.
+
+    Raises:
+        UnsupportedError: what was decided instead.
+    """
+    if arm.mode is not None and decision.strategy.value != arm.mode.value:
+        raise UnsupportedError(f"{arm.mode} was to be measured, but {decision} ran")
