@@ -12,9 +12,9 @@ from vllm_omni_vae.autoencoders import Operation
 from vllm_omni_vae.config import VaeParallelMode
 
 HEIGHT, WIDTH, GRID = (VaeParallelMode(f"spatial_shard_{axis}") for axis in ("height", "width", "grid"))
-SPREADS = [(HEIGHT, 2), (HEIGHT, 3), (WIDTH, 2), (WIDTH, 3), (GRID, 4)]
-SHAPES = [(2, 5, 7, 1), (1, 9, 5, 2)]
-"""Latent frames, rows and columns, and batch; uneven on every spread."""
+SPREADS = [*((mode, ranks) for mode in (HEIGHT, WIDTH) for ranks in (2, 3, 4)), (GRID, 4)]
+SHAPES = [(2, 5, 7, 1), (1, 9, 5, 2), (1, 4, 11, 1), (1, 13, 4, 1)]
+"""Latent frames, rows and columns, and batch; uneven on every spread but for the thin ones, a row or column a rank."""
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
