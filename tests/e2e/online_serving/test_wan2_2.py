@@ -89,7 +89,7 @@ def test_a_photograph_becomes_the_clip_that_one_rank_makes(server: Server, one_r
         assert (decision["strategy"], decision["grid"], decision["tiles_per_rank"]) == ("tile", [1, 3, 4], [6, 6])
     assert len(job.peak_memory_mb) == len(server.ranks()) == 2
     table = [line.split() for line in server.log_file.read_text().splitlines()]
-    assert ["vae", "AutoencoderKLWan", "on", "tile", "on", "2", "ranks"] in table
+    assert ["vae", "AutoencoderKLWan", "on", "tile", "on", "2", "ranks", "2", "checks,", "bit-equal"] in table
 
     alone = one_rank.generate(**request)
     expected = one_rank.content(alone.id)
