@@ -84,3 +84,26 @@ def test_bfloat16_is_as_near_to_float32_as_untiled_bfloat16(
     got = sharded(vae, operation, x, mode, ranks, **more)
     assert got.dtype == torch.bfloat16
     assert rms_error(got, reference) <= 1.1 * rms_error(untiled(vae, operation, x, **more), reference)
+
+
+BIT_EQUAL = {
+    **{(name, operation): SPREADS for name in ("ltx-2", "ltx-2.3") for operation in Operation},
+    **{
+        (name, operation): [(HEIGHT, 2), (HEIGHT, 3), (HEIGHT, 4)]
+        for name in ("wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b", "qwen-image")
+        for operation in Operation
+    },
+    **{(name, Operation.ENCODE): [(HEIGHT, 2), (HEIGHT, 3), (HEIGHT, 4)] for name in ("flux.1", "sdxl", "flux.2")},
+}
+"""Where bfloat16 on the CPU adds in the same order as un-tiled: always without norms and attention over positions."""
+
+
+@pytest.mark.parametrize(("name", "operation"), BIT_EQUAL)
+def test_bfloat16_is_the_untiled_result_bit_for_bit(name: str, operation: Operation) -> None:
+    vae = tiny_vae(name, torch.bfloat16)
+    more = VAES[name].given(operation)
+    for shape in SHAPES[:2]:
+        x = given(name, vae, operation, *shape)
+        wanted = untiled(vae, operation, x, **more)
+        for mode, ranks in BIT_EQUAL[name, operation]:
+            assert torch.equal(sharded(vae, operation, x, mode, ranks, **more), wanted), (shape, mode, ranks)
