@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.helpers.vaes import VAES
 from vllm_omni_vae.autoencoders.cost import Forecaster
 from vllm_omni_vae.autoencoders.wan import WanSpec
 from vllm_omni_vae.cli.drawing import Panel, draw_text
@@ -260,3 +261,33 @@ def test_a_plan_of_a_picture_as_text(capsys: pytest.CaptureFixture[str]) -> None
     assert "decode: 1x4x144x129 to 1x3x1152x1032\n" in text
     assert text.count("auto takes spatial_shard_grid on 2x2 ranks (height x width), imbalance ") == 2
     assert "latent frame" not in text
+
+
+def test_tiles_of_a_clip_that_is_cut_in_time(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, tmp_path: Path
+) -> None:
+    config = dict(VAES["ltx-2.3"].layers) | {"_class_name": "AutoencoderKLLTX2Video"}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    index = {"_class_name": "LTX2Pipeline", "vae": ["diffusers", "AutoencoderKLLTX2Video"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    words = ("plan", checkpoint, "--height", "72", "--width", "72", "--frames", "49", "--ranks", "8")
+    words += ("--tile-size", "32x32x24", "--tile-stride", "24x24x16")
+    for operation, row in _json(capsys, *words)["operations"].items():
+        tile = row["strategies"]["tile"]
+        assert (tile["status"], tile["decision"]["grid"]) == ("runs", [3, 3, 3])
+        assert sum(tile["decision"]["tiles_per_rank"]) == 27
+        assert tile["decision"]["imbalance"] == {"encode": 1.0934, "decode": 1.1059}[operation]
+        owners = [rank for part in tile["parts"] for rank in part["owners"]]
+        assert [owners.count(rank) for rank in range(8)] == tile["decision"]["tiles_per_rank"]
+        assert [len(part["owners"]) for part in tile["parts"]] == [9, 9, 9]
+    main(words)
+    shown = capsys.readouterr().out
+    assert all(
+        f"rank of each of 3x3 tiles, at the first pixel row and column it keeps, stretch {n} of 3" in shown
+        for n in (1, 2, 3)
+    )
+    for extra, says in (
+        (("--tile-size", "32x32x20"), "tile time size of 20 frames must be a multiple of the compression ratio 8"),
+        (("--tile-stride", "24x24x32"), "stride of 32 frames is larger than the tile time size of 24"),
+    ):
+        assert says in " ".join(_refusal(capsys, *words, *extra).split())

@@ -9,7 +9,7 @@ import torch
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLLTX2Video, Operation
 from vllm_omni_vae.autoencoders.cost import Forecaster
 from vllm_omni_vae.cli.full_size import FULL_SIZE
-from vllm_omni_vae.config import VaeParallelMode
+from vllm_omni_vae.config import TileExtent, VaeParallelMode
 
 
 def without_values(**layers: Any) -> Any:
@@ -46,3 +46,19 @@ def test_a_decoder_that_wants_a_timestep_is_forecast_too() -> None:
     assert forecaster.direct().peak_bytes > 0
     for mode in (VaeParallelMode.TILE, VaeParallelMode.SPATIAL_SHARD_WIDTH):
         assert forecaster.forecast(mode, 2).decision.strategy.value == mode.value
+
+
+def test_27_tiles_of_a_long_clip_on_8_ranks() -> None:
+    vae = without_values()
+    whole = Forecaster(vae, Operation.DECODE, (1, 128, 16, 24, 40)).direct()
+    vae.spec.set_tiling(vae, TileExtent(320, 512, 64), TileExtent(256, 448, 48))
+    forecaster = Forecaster(vae, Operation.DECODE, (1, 128, 16, 24, 40))
+    assert forecaster.direct() == whole, "not cut in time either"
+    assert vae.use_framewise_decoding
+    two, eight = (forecaster.forecast(VaeParallelMode.TILE, ranks) for ranks in (2, 8))
+    assert eight.decision.grid == (3, 3, 3)
+    assert sum(eight.decision.tiles_per_rank) == sum(use.network_calls for use in eight.uses) == 27
+    assert eight.decision.imbalance == pytest.approx(eight.cost.imbalance, abs=1e-4)
+    assert eight.decision.imbalance == 1.0579
+    others = [max(use.peak_bytes for use in forecast.uses[1:]) for forecast in (two, eight)]
+    assert others[1] <= others[0] < whole.peak_bytes / 4, "one tile at a time, on however many ranks"

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..config import VaeParallelMode
-from ..distributed import Traffic, agree_on, fingerprint
+from ..distributed import NullCommunicator, Traffic, VaeGroups, agree_on, fingerprint
 from ..errors import GeometryError
 from .policy import Decision, Strategy
 from .spec import Operation
@@ -45,7 +45,7 @@ class Comparison:
         shape: Shape of the public input.
         dtype: Of weights and input.
         max_difference, mean_difference: Of absolute values, to what the promise names: diffusers' own tiles one after
-            the other on one rank for tiles, its un-tiled result for anything else.
+            the other on one rank for tiles (or ours, where its own are wrong), its un-tiled result for anything else.
         scaled_difference: The largest difference over the largest value of that.
         error: What is judged: the scaled difference, or a shard's root mean square error against float64.
         limit: The most that `error` may be.
@@ -160,12 +160,22 @@ def run(vae: Any, operation: Operation, x: torch.Tensor, arguments: Mapping[str,
 def run_alone(
     vae: Any, operation: Operation, x: torch.Tensor, arguments: Mapping[str, Any], *, tiled: bool
 ) -> torch.Tensor:
-    """What diffusers makes of ``x`` on this rank, in tiles or not; communicates nothing. Within `left_alone`."""
+    """What diffusers makes of ``x`` on this rank, in tiles or not; communicates nothing. Within `left_alone`.
+
+    Tiles that diffusers gets wrong are run here one after the other (see `FamilySpec.tiles_as_diffusers`).
+    """
     vae._vae_parallel = None
     if not tiled:
         vae.spec.leave_whole(vae)
+    elif not vae.spec.tiles_as_diffusers(vae, operation, tuple(x.shape)):
+        vae._vae_parallel = _on_one_rank()
     made = run(vae, operation, x, arguments)
     return vae.spec.finish_tiles(vae, made) if tiled and operation is Operation.DECODE else made
+
+
+def _on_one_rank() -> ParallelState:
+    comm = NullCommunicator(0, 1)
+    return Trial(ParallelState(VaeGroups(comm, comm, (0,)), VaeParallelMode.TILE, False), VaeParallelMode.TILE)
 
 
 def run_exactly(vae: Any, operation: Operation, x: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:

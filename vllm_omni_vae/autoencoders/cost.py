@@ -23,6 +23,7 @@ from .dry_run import CountingCommunicator, DryRun, Memo
 from .policy import Decision, Strategy
 from .spec import FamilySpec, Operation
 from .state import ParallelState
+from .twin import switches
 
 _COLLECTIVES = ("all_gather", "all_gather_uneven", "all_reduce", "gather", "broadcast")
 
@@ -217,9 +218,12 @@ def run_rank(
         memo: What was seen on an equal rank, and where more is noted; None: run everything.
         chunk: Latent frames at a time of a shard; None: as the autoencoder decides.
     """
-    state, tiling = vae._vae_parallel, vae.use_tiling
+    before = switches(vae) | {"_vae_parallel": vae._vae_parallel}
     vae._vae_parallel = None if mode is None else _state(comm, mode, chunk)
-    vae.use_tiling = mode is not None
+    if mode is None:
+        vae.spec.leave_whole(vae)
+    else:
+        vae.use_tiling = True
     run = DryRun(vae, comm, memo)
     try:
         with run:
@@ -227,7 +231,7 @@ def run_rank(
             call = vae.encode if operation is Operation.ENCODE else vae.decode
             call(x, **vae.spec.stand_ins(vae, operation, x))
     finally:
-        vae._vae_parallel, vae.use_tiling = state, tiling
+        vars(vae).update(before)
     tally = comm.tally
     return RankUse(
         halo_calls=tally["halo calls"],

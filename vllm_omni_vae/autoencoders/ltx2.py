@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from diffusers import AutoencoderKLLTX2Video
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-from ..config import VaeParallelMode
+from ..config import TileExtent, VaeParallelMode
 from ..errors import GeometryError, UnsupportedError
-from ..geometry import AxisScale, AxisTiling
+from ..geometry import AxisScale, AxisTiling, TileGrid
 from .mixin import DistributedVaeMixin
 from .policy import Decision, Strategy
 from .spec import PLAIN, CallOptions, FamilySpec, Operation, Vae
@@ -20,10 +21,13 @@ from .state import ParallelState
 
 
 class Ltx2Spec(FamilySpec):
-    """Decode tiles count latents, encode tiles pixels; one network call takes all frames of a tile.
+    """Decode tiles count latents and encode tiles pixels and frames; one network call takes all frames of a tile.
 
-    Time is not cut. Diffusers cuts it where ``use_framewise_decoding`` is on, at encode too, and comes out one frame
-    late; so a shard takes all frames instead, and tiles refuse such a clip (`check_tiles`).
+    Time is cut too where diffusers would cut it (`is_framewise`), and all tiles are then one pool; a shard takes all
+    frames at once. Windows are diffusers': a later one reads the latent, or frame, before its own as well, because the
+    network makes one frame, or latent, of the first that it sees. That one is dropped. Diffusers does so at encode, so
+    that these tiles are equal to its own. At decode it drops the last frame instead, which leaves all that it keeps of
+    later windows one frame late; these tiles keep the frames that an un-tiled decode has there.
     """
 
     name = "AutoencoderKLLTX2Video"
@@ -37,18 +41,67 @@ class Ltx2Spec(FamilySpec):
         space, time = _ratios(vae, operation)
         thinnest = _thinnest(vae, operation)
         height, width = (_axis(vae, operation, axis, space, thinnest) for axis in ("height", "width"))
-        return _time_axis(operation, time), height, width
+        if not vae.use_framewise_decoding:
+            return AxisTiling(None, scale=_time_scale(operation, time)), height, width
+        size, stride = vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames
+        return _time_axis(operation, time, size, stride), height, width
+
+    def grid(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> TileGrid:
+        """As `tiling`, but whole along time, or along height and width of a clip cut in time, if diffusers cuts not."""
+        time, height, width = self.tiling(vae, operation)
+        if not self.is_framewise(vae, operation, extents[0]):
+            time = dataclasses.replace(time, size=None)
+        elif not self._is_cut_in_space(vae, operation, extents[1:]):
+            height, width = (dataclasses.replace(axis, size=None) for axis in (height, width))
+        return TileGrid((time, height, width), extents)
 
     def is_tiled(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> bool:
+        in_space = self._is_cut_in_space(vae, operation, shape[-2:])
+        return in_space or self.is_framewise(vae, operation, shape[-3])
+
+    def _is_cut_in_space(self, vae: Vae, operation: Operation, extents: tuple[int, ...]) -> bool:
         unit = vae.spatial_compression_ratio if operation is Operation.DECODE else 1
-        height, width = shape[-2:]
+        height, width = extents
         larger = height > vae.tile_sample_min_height // unit or width > vae.tile_sample_min_width // unit
-        return bool(vae.use_tiling and larger) or self.is_framewise(vae, operation, shape[-3])
+        return bool(vae.use_tiling and larger)
 
     def is_framewise(self, vae: Vae, operation: Operation, frames: int) -> bool:
-        """Whether diffusers would cut ``frames`` in time; it reads the flag of decoding for both operations."""
+        """Whether diffusers would cut ``frames`` in time.
+
+        It goes by ``use_framewise_decoding`` at encode too, and so do tiles: one rank and several must cut alike, and
+        encode as decode. ``use_framewise_encoding`` changes nothing.
+        """
         unit = vae.temporal_compression_ratio if operation is Operation.DECODE else 1
         return bool(vae.use_framewise_decoding and frames > vae.tile_sample_min_num_frames // unit)
+
+    def tiles_as_diffusers(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> bool:
+        return operation is Operation.ENCODE or not self.is_framewise(vae, operation, shape[-3])
+
+    def set_tiling(self, vae: Vae, size: TileExtent | None, stride: TileExtent | None) -> None:
+        """As every family; and lengths in frames, of either or both, switch the cutting of time on.
+
+        Raises:
+            GeometryError: they cannot be used.
+        """
+        frames, step = (given.frames if given else None for given in (size, stride))
+        self.check_frames(vae, frames, step)
+        size, stride = (given and dataclasses.replace(given, frames=None) for given in (size, stride))
+        super().set_tiling(vae, size, stride)
+        if frames or step:
+            vae.tile_sample_min_num_frames = frames or vae.tile_sample_min_num_frames
+            vae.tile_sample_stride_num_frames = step or vae.tile_sample_stride_num_frames
+            vae.use_framewise_encoding = vae.use_framewise_decoding = True
+
+    def check_frames(self, vae: Vae, size: int | None, stride: int | None) -> None:
+        """Refuse lengths in frames with which time cannot be cut; None or 0 is what ``vae`` has, and of both no matter.
+
+        Raises:
+            GeometryError: with the nearest that can be used.
+        """
+        if size or stride:
+            size, stride = size or vae.tile_sample_min_num_frames, stride or vae.tile_sample_stride_num_frames
+            for operation in Operation:
+                _time_axis(operation, _ratios(vae, operation)[1], size, stride)
 
     def check(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> None:
         self.check_dims(operation, shape)
@@ -71,22 +124,17 @@ class Ltx2Spec(FamilySpec):
                 f"and multiples of {space}"
             )
 
-    def check_tiles(self, vae: Vae, operation: Operation, frames: int) -> None:
+    def check_tiles(self, vae: Vae, operation: Operation) -> None:
         """Refuse what tiles on several ranks cannot do as one rank does.
 
         Raises:
             UnsupportedError: says what can.
         """
-        shard = "or take a spatial shard (vae_parallel_mode spatial_shard_height, _width or _grid)"
-        if self.is_framewise(vae, operation, frames):
-            raise UnsupportedError(
-                f"{self.name} would {operation} this clip in several stretches of time, which ranks do not share; "
-                f"set use_framewise_decoding to False, {shard}"
-            )
         if self.draws(vae, operation):
             raise UnsupportedError(
                 f"the decoder of {self.name} injects noise (decoder_inject_noise), which tiles draw one after the "
-                f"other: ranks would draw other noise than one rank; decode on one rank, {shard}"
+                "other: ranks would draw other noise than one rank; decode on one rank, or take a spatial shard "
+                "(vae_parallel_mode spatial_shard_height, _width or _grid)"
             )
 
     def leave_whole(self, vae: Vae) -> None:
@@ -145,23 +193,38 @@ def _thinnest(vae: Vae, operation: Operation) -> int:
     return 2 if network.conv_in.conv.padding_mode == "reflect" else 1
 
 
-def _time_axis(operation: Operation, ratio: int) -> AxisTiling:
-    """All frames in one stretch."""
-    if operation is Operation.ENCODE:
-        return AxisTiling(None, scale=AxisScale(down=ratio, causal=True))
-    return AxisTiling(None, scale=AxisScale(up=ratio, causal=True))
+def _time_scale(operation: Operation, ratio: int) -> AxisScale:
+    up, down = (1, ratio) if operation is Operation.ENCODE else (ratio, 1)
+    return AxisScale(up, down, causal=True)
+
+
+def _time_axis(operation: Operation, ratio: int, size: Any, stride: Any) -> AxisTiling:
+    """Windows of ``size`` frames; the frame that stands alone, or its latent, comes on top."""
+    for name, value in (("size", size), ("stride", stride)):
+        _check_length(f"tile time {name}", value, "frames", ratio, ratio)
+    if stride > size:
+        raise GeometryError(
+            f"tile time stride of {stride} frames is larger than the tile time size of {size}, which would leave out "
+            f"frames; give a stride of {size} or less, or a size of {stride} or more"
+        )
+    unit = 1 if operation is Operation.ENCODE else ratio
+    return AxisTiling(size // unit, stride // unit, _time_scale(operation, ratio), lead=1)
+
+
+def _check_length(what: str, value: Any, unit: str, ratio: int, least: int) -> None:
+    if not isinstance(value, int) or value % ratio or value < least:
+        near = max(least, int(value) // ratio * ratio)
+        raise GeometryError(
+            f"{what} of {value!r} {unit} must be a multiple of the compression ratio {ratio}, at least {least}; "
+            f"nearest: {near} or {near + ratio}"
+        )
 
 
 def _axis(vae: Vae, operation: Operation, axis: str, ratio: int, thinnest: int) -> AxisTiling:
     size = getattr(vae, f"tile_sample_min_{axis}")
     stride = getattr(vae, f"tile_sample_stride_{axis}")
     for name, value, least in (("size", size, thinnest * ratio), ("stride", stride, ratio)):
-        if not isinstance(value, int) or value % ratio or value < least:
-            near = max(least, int(value) // ratio * ratio)
-            raise GeometryError(
-                f"tile {axis} {name} of {value!r} pixels must be a multiple of the compression ratio {ratio}, at least "
-                f"{least}; nearest: {near} or {near + ratio}"
-            )
+        _check_length(f"tile {axis} {name}", value, "pixels", ratio, least)
     if operation is Operation.ENCODE:
         return AxisTiling(size, stride, AxisScale(down=ratio), minimum=thinnest * ratio)
     return AxisTiling(size // ratio, stride // ratio, AxisScale(up=ratio), minimum=thinnest)
@@ -171,6 +234,30 @@ class DistributedAutoencoderKLLTX2Video(DistributedVaeMixin, AutoencoderKLLTX2Vi
     """`diffusers.AutoencoderKLLTX2Video` whose work is shared among ranks; weights and state-dict keys are the same."""
 
     spec = Ltx2Spec()
+
+    def enable_tiling(
+        self,
+        tile_sample_min_height: int | None = None,
+        tile_sample_min_width: int | None = None,
+        tile_sample_min_num_frames: int | None = None,
+        tile_sample_stride_height: int | None = None,
+        tile_sample_stride_width: int | None = None,
+        tile_sample_stride_num_frames: int | None = None,
+    ) -> None:
+        """See `DistributedVaeMixin.enable_tiling`. As in diffusers, time is cut if ``use_framewise_decoding`` is set.
+
+        Raises:
+            GeometryError: what is wrong with the size and stride.
+        """
+        self.spec.check_frames(self, tile_sample_min_num_frames, tile_sample_stride_num_frames)
+        super().enable_tiling(
+            tile_sample_min_height,
+            tile_sample_min_width,
+            tile_sample_min_num_frames,
+            tile_sample_stride_height,
+            tile_sample_stride_width,
+            tile_sample_stride_num_frames,
+        )
 
     def decode(
         self, z: torch.Tensor, temb: torch.Tensor | None = None, causal: bool | None = None, return_dict: bool = True
@@ -194,7 +281,7 @@ class DistributedAutoencoderKLLTX2Video(DistributedVaeMixin, AutoencoderKLLTX2Vi
         return torch.cat([self._decode(one, timestep, causal=causal).sample for one, timestep in pairs])
 
     def tiled_encode(self, x: torch.Tensor, causal: bool | None = None) -> torch.Tensor:
-        """Collective when distributed. See `DistributedVaeMixin.tiled_encode`."""
+        """Collective when distributed. See `DistributedVaeMixin.tiled_encode`; a long clip is cut in time too."""
         if self._vae_parallel is None:
             moments: torch.Tensor = AutoencoderKLLTX2Video.tiled_encode(self, x, causal=causal)
             return moments
@@ -203,7 +290,7 @@ class DistributedAutoencoderKLLTX2Video(DistributedVaeMixin, AutoencoderKLLTX2Vi
     def tiled_decode(  # type: ignore[override]
         self, z: torch.Tensor, temb: torch.Tensor | None = None, causal: bool | None = None, return_dict: bool = True
     ) -> Any:
-        """Collective when distributed. See `DistributedVaeMixin.tiled_decode`."""
+        """Collective when distributed. See `DistributedVaeMixin.tiled_decode`; a long clip is cut in time too."""
         if self._vae_parallel is None:
             return AutoencoderKLLTX2Video.tiled_decode(self, z, temb, causal=causal, return_dict=return_dict)
         sample = self.decode_shared(z, temb=temb, causal=causal)
@@ -214,7 +301,7 @@ class DistributedAutoencoderKLLTX2Video(DistributedVaeMixin, AutoencoderKLLTX2Vi
     ) -> Decision:
         decision = super().decide(state, operation, seen, batch)
         if seen is not None and decision.strategy is Strategy.TILE:
-            self.spec.check_tiles(self, operation, seen[0])
+            self.spec.check_tiles(self, operation)
         return decision
 
     def _temporal_tiled_encode(self, x: torch.Tensor, causal: bool | None = None) -> Any:

@@ -108,9 +108,17 @@ def add_arguments(parser: argparse.ArgumentParser, *, warmup: int, repeats: int)
         help=f"Which ways to share: {', '.join(MODES)}. Default: all that the family has.",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="Default: float32.")
-    parser.add_argument("--tile-size", "--vae-tile-size", metavar="HxW", help="Tile size in pixels.")
     parser.add_argument(
-        "--tile-stride", "--vae-tile-stride", metavar="HxW", help="Pixels between the starts of neighbouring tiles."
+        "--tile-size",
+        "--vae-tile-size",
+        metavar="HxW[xT]",
+        help="Tile size in pixels, and frames if a family cuts time.",
+    )
+    parser.add_argument(
+        "--tile-stride",
+        "--vae-tile-stride",
+        metavar="HxW[xT]",
+        help="Pixels, and frames, between the starts of neighbouring tiles.",
     )
     parser.add_argument(
         "--warmup", type=int, default=warmup, metavar="N", help=f"Rounds that are not timed. Default: {warmup}."

@@ -52,13 +52,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="Default: bfloat16."
     )
     parser.add_argument(
-        "--tile-size", "--vae-tile-size", metavar="HxW", help="Tile size in pixels. Default: the family's."
+        "--tile-size",
+        "--vae-tile-size",
+        metavar="HxW[xT]",
+        help="Tile size in pixels, and frames if a family cuts time. Default: the family's.",
     )
     parser.add_argument(
         "--tile-stride",
         "--vae-tile-stride",
-        metavar="HxW",
-        help="Pixels between the starts of neighbouring tiles. Default: the family's.",
+        metavar="HxW[xT]",
+        help="Pixels, and frames, between the starts of neighbouring tiles. Default: the family's.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, with every number of every rank.")
     parser.add_argument("--png", type=Path, metavar="FILE", help="Also draw which rank has which part.")

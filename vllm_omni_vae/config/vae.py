@@ -46,12 +46,15 @@ class VaeConfig:
     )
     vae_use_slicing: bool = option(False, "Encode and decode the items of a batch one by one.")
     vae_tile_size: TileExtent | None = option(
-        None, "Tile size in pixels, HxW. Default: the model family's.", parse=TileExtent.parse, metavar="HxW"
+        None,
+        "Tile size in pixels, HxW, or HxWxT with frames for a family that cuts time. Default: the model family's.",
+        parse=TileExtent.parse,
+        metavar="HxW",
     )
     vae_tile_stride: TileExtent | None = option(
         None,
-        "Distance between the starts of neighbouring tiles in pixels, HxW; at most the tile size. "
-        "Default: the model family's.",
+        "Distance between the starts of neighbouring tiles in pixels, HxW, or HxWxT with frames; at most the tile "
+        "size. Default: the model family's.",
         parse=TileExtent.parse,
         metavar="HxW",
     )

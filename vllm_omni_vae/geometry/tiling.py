@@ -50,6 +50,7 @@ class Window:
         start, stop: Input units that the tile reads.
         length: Output units that the tile yields.
         out_start, out_stop: Output units of the whole that are kept from it.
+        skip: Output units at the start of what it yields that are dropped before it meets the window before it.
     """
 
     start: int
@@ -57,6 +58,7 @@ class Window:
     length: int
     out_start: int
     out_stop: int
+    skip: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,11 +67,20 @@ class AxisTiling:
 
     Neighbouring outputs overlap by `blend` units, over which they are blended; `keep` units of each tile remain.
 
+    The unit with which a window begins stands alone on a causal axis, so a window in the middle would yield too little
+    of it. There every window begins with a `lead`, and later windows drop what it yields:
+
+    >>> AxisTiling(2, 1, AxisScale(up=8, causal=True), lead=1).windows(4)[1]
+    Window(start=1, stop=4, length=17, out_start=9, out_stop=17, skip=1)
+
     Attributes:
-        size: Input units of a window; None: the axis is not tiled.
+        size: Input units of a window besides its lead; None: the axis is not tiled.
         stride: Input units between the starts of neighbouring windows.
         scale: Growth of the axis from input to output.
-        minimum: Fewest input units that a window may have. A shorter leftover is merged into the window before it.
+        minimum: Fewest input units that a window may have besides its lead. A shorter leftover is merged into the
+            window before it.
+        lead: Input units that every window reads ahead of its `size`. They are the first window's own; to a later one
+            they belong to the window before it.
 
     Raises:
         GeometryError: the windows would leave gaps, or do not begin on whole output units.
@@ -79,10 +90,17 @@ class AxisTiling:
     stride: int = 1
     scale: AxisScale = AxisScale()
     minimum: int = 1
+    lead: int = 0
 
     def __post_init__(self) -> None:
         if self.size is None:
             return
+        alone = int(self.scale.causal)
+        if self.lead < alone or (self.lead - alone) % self.scale.down:
+            raise GeometryError(
+                f"windows with a lead of {self.lead} would shift the picture; it must be {alone} or more by whole "
+                f"multiples of the compression ratio {self.scale.down}"
+            )
         if self.size < 1 or self.stride < 1 or self.minimum < 1:
             raise GeometryError(f"tile size {self.size} and stride {self.stride} must be at least 1")
         if self.stride > self.size:
@@ -105,7 +123,9 @@ class AxisTiling:
     @property
     def blend(self) -> int:
         """Output units over which neighbouring tiles are blended."""
-        return 0 if self.size is None else self.scale.length(self.size) - self.keep
+        if self.size is None:
+            return 0
+        return self.scale.length(self.lead + self.size) - self.scale.length(self.lead) - self.keep
 
     def windows(self, extent: int) -> tuple[Window, ...]:
         """Cut ``extent`` input units into windows; their kept outputs cover the whole output exactly once.
@@ -113,20 +133,22 @@ class AxisTiling:
         Raises:
             GeometryError: the axis is shorter than `minimum`.
         """
-        if extent < self.minimum or self.scale.length(extent) < 1:
-            raise GeometryError(f"an axis of {extent} units is too short; it takes at least {self.minimum}")
+        least = 1 if self.lead else self.minimum
+        if extent < least or self.scale.length(extent) < 1:
+            raise GeometryError(f"an axis of {extent} units is too short; it takes at least {least}")
         if self.size is None:
             return (self._window(0, extent, 0, self.scale.length(extent)),)
-        starts = [s for s in range(0, extent, self.stride) if s == 0 or extent - s >= self.minimum]
-        stops = [min(start + self.size, extent) for start in starts[:-1]] + [extent]
-        kept = [i * self.keep for i in range(len(starts))] + [self.scale.length(extent)]
+        after_lead, skip = extent - self.lead, self.scale.length(self.lead)
+        starts = [s for s in range(0, max(1, after_lead), self.stride) if s == 0 or after_lead - s >= self.minimum]
+        stops = [min(start + self.lead + self.size, extent) for start in starts[:-1]] + [extent]
+        kept = [0] + [skip + i * self.keep for i in range(1, len(starts))] + [self.scale.length(extent)]
         return tuple(
-            self._window(start, stop, kept[i], kept[i + 1])
+            self._window(start, stop, kept[i], kept[i + 1], skip if i else 0)
             for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
         )
 
-    def _window(self, start: int, stop: int, out_start: int, out_stop: int) -> Window:
-        return Window(start, stop, self.scale.length(stop - start), out_start, out_stop)
+    def _window(self, start: int, stop: int, out_start: int, out_stop: int, skip: int = 0) -> Window:
+        return Window(start, stop, self.scale.length(stop - start), out_start, out_stop, skip)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -43,7 +42,8 @@ def merge_tiles(tiles: Mapping[tuple[int, ...], torch.Tensor], grid: TileGrid) -
     """Blend the tiles of ``grid`` and return the whole.
 
     Order as in diffusers: each tile is blended with the one above it and then with the one on its left, row by row,
-    against neighbours that are blended already; whole stretches of time are then blended one after the other.
+    against neighbours that are blended already; each stretch of time, once it is whole, is then blended with the one
+    before it. What a window skips is dropped before anything else.
 
     Args:
         tiles: Output of every tile by (time, height, width); the last dims are [time,] height, width. Overwritten.
@@ -53,12 +53,26 @@ def merge_tiles(tiles: Mapping[tuple[int, ...], torch.Tensor], grid: TileGrid) -
         A new tensor of the grid's output extents.
     """
     time, height, width = grid.windows
-    slabs = [_merge_plane(tiles, grid, t, height, width) for t in range(len(time))]
-    for before, after in pairwise(slabs):
-        blend(before, after, grid.tilings[0].blend, _TIME)
-    if len(slabs) == 1:
-        return slabs[0]
-    return torch.cat([s.narrow(_TIME, 0, w.out_stop - w.out_start) for s, w in zip(slabs, time, strict=True)], _TIME)
+    tiles = {coord: _without_skip(tiles[coord], grid.cell(coord)) for coord in grid.coords()}
+    before = _merge_plane(tiles, grid, 0, height, width)
+    if len(time) == 1:
+        return before
+    whole = before.new_empty((*before.shape[:_TIME], *grid.out_extents))
+    for t, window in enumerate(time):
+        if t > 0:
+            after = _merge_plane(tiles, grid, t, height, width)
+            blend(before, after, grid.tilings[0].blend, _TIME)
+            before = after
+        kept = window.out_stop - window.out_start
+        whole.narrow(_TIME, window.out_start, kept).copy_(before.narrow(_TIME, 0, kept))
+    return whole
+
+
+def _without_skip(tile: torch.Tensor, cell: tuple[Window, Window, Window]) -> torch.Tensor:
+    for dim, window in zip((_TIME, _HEIGHT, _WIDTH), cell, strict=True):
+        if window.skip:
+            tile = tile.narrow(dim, window.skip, tile.shape[dim] - window.skip)
+    return tile
 
 
 def _merge_plane(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LTX-2: its ratios, thin tiles under reflection, arguments of a call, clips that diffusers cuts in time."""
+"""LTX-2: its ratios, thin tiles under reflection, arguments of a call, shards of clips that diffusers cuts in time."""
 
 import copy
 from typing import Any
@@ -450,22 +450,23 @@ class TestTime:
 
     @pytest.mark.parametrize("operation", list(Operation))
     @pytest.mark.parametrize(("height", "width"), [(5, 6), (3, 4)])
-    def test_tiles_refuse_such_a_clip_and_take_a_shorter_one(
-        self, operation: Operation, height: int, width: int
+    @pytest.mark.parametrize("time", [1, 2])
+    def test_a_clip_not_longer_than_a_tile_is_not_cut(
+        self, operation: Operation, height: int, width: int, time: int
     ) -> None:
         plain = tiny_vae("ltx-2")
-        plain.use_framewise_decoding = True
-        short = given(plain, operation, 2, height, width)
+        short = given(plain, operation, time, height, width)
         expected = run_public(plain, operation, short)
+        plain.use_framewise_decoding = True
 
-        def body(vae: Any, rank: int) -> torch.Tensor:
-            ran = count_calls(vae.encoder if operation is ENCODE else vae.decoder)
-            with pytest.raises(UnsupportedError, match="set use_framewise_decoding to False, or take a spatial shard"):
-                run_public(vae, operation, given(vae, operation, 3, height, width))
-            assert not ran
-            return run_public(vae, operation, short)
+        def body(vae: Any, rank: int) -> Any:
+            taken = decisions(vae)
+            return run_public(vae, operation, short), taken[0]
 
-        assert torch.equal(on_ranks(2, plain, body)[0], expected)
+        result, decision = on_ranks(2, plain, body)[0]
+        assert torch.equal(result, expected)
+        assert decision.grid[0] == 1
+        assert decision.strategy is (Strategy.TILE if max(height, width) > 4 else Strategy.DIRECT)
 
     def test_auto_takes_a_shard(self) -> None:
         plain = tiny_vae("ltx-2")

@@ -30,23 +30,37 @@ def decode_axes(draw: Callable[..., int]) -> AxisTiling:
     return AxisTiling(stride + draw(st.integers(0, 9)), stride, AxisScale(up=draw(st.sampled_from([1, 2, 8, 16]))))
 
 
+@st.composite
+def time_axes(draw: Callable[..., int]) -> AxisTiling:
+    """Axes whose windows begin with a lead: causal time, and others that take context ahead, both ways through."""
+    causal, ratio = draw(st.booleans()), draw(st.sampled_from([1, 2, 4, 8]))
+    stride = draw(st.integers(1, 6))
+    size, lead = stride + draw(st.integers(0, 6)), draw(st.integers(0 if causal else 1, 2))
+    if draw(st.booleans()):
+        return AxisTiling(size, stride, AxisScale(up=ratio, causal=causal), lead=lead + causal)
+    scale = AxisScale(down=ratio, causal=causal)
+    return AxisTiling(size * ratio, stride * ratio, scale, minimum=ratio, lead=lead * ratio + causal)
+
+
 def assert_covers(tiling: AxisTiling, extent: int) -> None:
     windows = tiling.windows(extent)
-    assert windows[0].start == windows[0].out_start == 0
+    first = tiling.scale.length(tiling.lead)
+    assert windows[0].start == windows[0].out_start == windows[0].skip == 0
     assert windows[-1].stop == extent
     assert windows[-1].out_stop == tiling.scale.length(extent)
     for before, after in pairwise(windows):
         assert after.start - before.start == tiling.stride
-        assert after.start <= before.stop, "no input is skipped"
+        assert after.start <= before.stop - tiling.lead, "no input is skipped"
         assert before.stop <= after.stop
         assert before.out_stop == after.out_start, "every output unit is kept exactly once"
-        assert before.out_stop - before.out_start == tiling.keep
+        assert before.out_stop - before.out_start == tiling.keep + (first if before.start == 0 else 0)
+        assert after.skip == first
     for window in windows:
         assert window.length == tiling.scale.length(window.stop - window.start) >= 1
         assert window.out_stop - window.out_start >= 1
-        assert window.out_stop - window.out_start <= window.length, "only what the window yields is kept"
-        assert window.stop - window.start >= tiling.minimum
-        assert window.stop - window.start < (tiling.size or extent) + tiling.minimum
+        assert window.out_stop - window.out_start <= window.length - window.skip, "only what it yields is kept"
+        assert window.stop - window.start >= (tiling.minimum if len(windows) > 1 or not tiling.lead else 1)
+        assert window.stop - window.start < tiling.lead + (tiling.size or extent) + tiling.minimum
 
 
 @given(encode_axes(), st.integers(1, 600))
@@ -57,6 +71,37 @@ def test_encode_windows_cover_exactly_once(tiling: AxisTiling, extent: int) -> N
 @given(decode_axes(), st.integers(1, 120))
 def test_decode_windows_cover_exactly_once(tiling: AxisTiling, extent: int) -> None:
     assert_covers(tiling, extent)
+
+
+@given(time_axes(), st.integers(1, 80))
+def test_windows_with_a_lead_cover_exactly_once(tiling: AxisTiling, units: int) -> None:
+    assert_covers(tiling, int(tiling.scale.causal) + (units - tiling.scale.causal) * tiling.scale.down)
+
+
+@given(time_axes(), st.integers(1, 80))
+def test_what_a_window_with_a_lead_keeps_lies_where_it_belongs(tiling: AxisTiling, units: int) -> None:
+    # Output unit n of a causal axis comes of the input up to unit n * down // up, so where what a window yields without
+    # what it skips begins is known from where its own input begins.
+    scale, alone = tiling.scale, int(tiling.scale.causal)
+    windows = tiling.windows(alone + (units - alone) * scale.down)
+    for window in windows:
+        own = window.start + tiling.lead if window.start else 0
+        assert scale.length(own) == window.out_start
+        assert scale.length(window.stop) == window.out_start + window.length - window.skip
+    for before, after in pairwise(windows):
+        both = min(tiling.blend, after.length - after.skip)
+        assert scale.length(before.stop) - after.out_start == both, "what is blended is the same part of the whole"
+
+
+def test_a_known_time_axis() -> None:
+    decode = AxisTiling(2, 1, AxisScale(up=8, causal=True), lead=1)
+    assert (decode.keep, decode.blend) == (8, 8)
+    assert decode.windows(4) == (Window(0, 3, 17, 0, 9), Window(1, 4, 17, 9, 17, 1), Window(2, 4, 9, 17, 25, 1))
+    assert decode.windows(1) == (Window(0, 1, 1, 0, 1),)
+    encode = AxisTiling(16, 8, AxisScale(down=8, causal=True), minimum=8, lead=1)
+    assert (encode.keep, encode.blend) == (1, 1)
+    assert encode.windows(25) == (Window(0, 17, 3, 0, 2), Window(8, 25, 3, 2, 3, 1), Window(16, 25, 2, 3, 4, 1))
+    assert encode.windows(1) == (Window(0, 1, 1, 0, 1),)
 
 
 @given(encode_axes(), st.integers(1, 9), st.sampled_from([1, 2, 4, 8, 16]))
@@ -149,6 +194,9 @@ def test_time_there_and_back(latents: int, ratio: int) -> None:
         ((8, 0, AxisScale()), "must be at least 1"),
         ((-8, -8, AxisScale(down=8)), "must be at least 1"),
         ((8, 8, AxisScale(), 0), "at least 1"),
+        ((2, 1, AxisScale(up=8, causal=True)), "a lead of 0 would shift the picture; it must be 1 or more"),
+        ((16, 8, AxisScale(down=8, causal=True), 8, 8), "it must be 1 or more by whole multiples of .* ratio 8"),
+        ((16, 8, AxisScale(down=8), 8, 1), "a lead of 1 would shift the picture; it must be 0 or more"),
     ],
 )
 def test_geometries_that_would_cut_or_shift_the_picture(arguments: tuple[int, int, AxisScale], reason: str) -> None:

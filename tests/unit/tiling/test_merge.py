@@ -84,8 +84,8 @@ def grids(draw: Callable[..., int]) -> TileGrid:
     """Grids over height and width, sometimes time, whose output has the input's resolution."""
     axes, extents = [], []
     for tiled in (draw(st.booleans()), True, True):
-        stride = draw(st.integers(1, 6))
-        axes.append(AxisTiling(stride + draw(st.integers(0, 6)), stride) if tiled else WHOLE)
+        stride, lead = draw(st.integers(1, 6)), draw(st.integers(0, 2))
+        axes.append(AxisTiling(stride + draw(st.integers(0, 6)), stride, lead=lead) if tiled else WHOLE)
         extents.append(draw(st.integers(1, 14)))
     return TileGrid((axes[0], axes[1], axes[2]), (extents[0], extents[1], extents[2]))
 
@@ -116,10 +116,27 @@ def test_a_constant_stays_constant_through_any_grid(grid: TileGrid, dtype: torch
 
 @given(grids())
 def test_what_does_not_overlap_is_copied(grid: TileGrid) -> None:
-    time, high, wide = (AxisTiling(t.size and t.stride, t.stride) for t in grid.tilings)
+    time, high, wide = (AxisTiling(t.size and t.stride, t.stride, lead=t.lead) for t in grid.tilings)
     tight = TileGrid((time, high, wide), grid.extents)
     x = noise(1, 1, *grid.extents, dtype=torch.bfloat16)
     assert torch.equal(merge_tiles(cut(x, tight), tight), x)
+
+
+def test_what_windows_skip_is_never_seen() -> None:
+    time = AxisTiling(2, 1, AxisScale(up=4, causal=True), lead=1)
+    axis = AxisTiling(4, 3)
+    grid = TileGrid((time, axis, axis), (4, 5, 6))
+    x = noise(1, 2, 13, 5, 6, dtype=torch.float64)
+    tiles = {}
+    for coord in grid.coords():
+        t, h, w = grid.cell(coord)
+        whole = torch.full((1, 2, *(window.length for window in (t, h, w))), torch.nan, dtype=x.dtype)
+        begin = t.out_start
+        own = x[..., begin : begin + t.length - t.skip, h.start : h.stop, w.start : w.stop]
+        whole[:, :, t.skip :] = own
+        tiles[coord] = whole
+    assert grid.shape == (3, 2, 2)
+    assert torch.allclose(merge_tiles(tiles, grid), x, rtol=0, atol=1e-13)
 
 
 def test_corners_where_four_tiles_meet() -> None:
