@@ -72,6 +72,20 @@ _ONE = {"vae": _VAE, "transformer": _DENOISER, "transformer_2": [None, None]}
 _TWO = {"vae": _VAE, "transformer": _DENOISER, "transformer_2": _DENOISER}
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {"vae": {}, "transformer": {}, "transformer_2": {}}
 
+_LTX_2 = {
+    "text_encoder": ["transformers", "Gemma3ForConditionalGeneration"],
+    "vae": ["diffusers", "AutoencoderKLLTX2Video"],
+    "audio_vae": ["diffusers", "AutoencoderKLLTX2Audio"],
+    "transformer": ["diffusers", "LTX2VideoTransformer3DModel"],
+    "vocoder": ["ltx2", "LTX2Vocoder"],
+}
+_LTX_2_VAE = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+_LTX_2_0: Mapping[str, Mapping[str, Any]] = {"vae": _LTX_2_VAE, "transformer": {}}
+_LTX_2_3: Mapping[str, Mapping[str, Any]] = {
+    "vae": {**_LTX_2_VAE, "decoder_spatial_padding_mode": "zeros"},
+    "transformer": {"cross_attn_mod": True},
+}
+
 RELEASES: tuple[Release, ...] = (
     Release("Wan 2.1 text to video", {"_class_name": "WanPipeline", **_ONE}, _CONFIGS),
     Release("Wan 2.1 image to video", {"_class_name": "WanImageToVideoPipeline", **_ONE}, _CONFIGS),
@@ -82,6 +96,9 @@ RELEASES: tuple[Release, ...] = (
         {"_class_name": "WanPipeline", **_ONE, "expand_timesteps": True},
         {**_CONFIGS, "vae": {"scale_factor_spatial": 16}},
     ),
+    Release("LTX-2.0", {"_class_name": "LTX2Pipeline", **_LTX_2}, _LTX_2_0),
+    Release("LTX-2.0 saved as image to video", {"_class_name": "LTX2ImageToVideoPipeline", **_LTX_2}, _LTX_2_0),
+    Release("LTX-2.3", {"_class_name": "LTX2Pipeline", **_LTX_2}, _LTX_2_3),
 )
 
 SETTINGS: tuple[Mapping[str, Any], ...] = (

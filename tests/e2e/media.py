@@ -46,6 +46,26 @@ def read_clip(data: bytes) -> Clip:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Sound:
+    """The sound track of an mp4 file; ``seconds`` is what the file says, ``samples`` are (channels, n) float."""
+
+    codec: str
+    rate: int
+    seconds: Fraction
+    samples: np.ndarray
+
+
+def read_sound(data: bytes) -> Sound:
+    """Decode the sound of an mp4 file to its end; the last frame of a decoder may go beyond it."""
+    with av.open(io.BytesIO(data)) as container:
+        stream = container.streams.audio[0]
+        blocks = [frame.to_ndarray() for frame in container.decode(stream)]
+        seconds = stream.duration * stream.time_base
+        samples = np.concatenate(blocks, 1)[:, : round(seconds * stream.rate)]
+        return Sound(stream.codec_context.name, stream.rate, seconds, samples)
+
+
 def max_difference(one: np.ndarray, other: np.ndarray) -> int:
     """The largest difference of two clips of one shape, in steps of 8 bits."""
     assert one.shape == other.shape

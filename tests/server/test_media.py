@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vllm_omni_vae.pipelines.request import Audio
 from vllm_omni_vae.server import media
-from vllm_omni_vae.server.media import MediaError, Variant, export_clip, spritesheet, thumbnail
+from vllm_omni_vae.server.media import MediaError, Variant, encode_video, export_clip, spritesheet, thumbnail
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +58,83 @@ def test_the_video_is_exactly_the_clip(tmp_path: Path, count: int, fps: int) -> 
     assert len(decoded) == count
     error = np.abs(np.stack(decoded).astype(int) - frames).mean()
     assert error < 6
+
+
+def tone(seconds: float, rate: int, channels: int = 2) -> Audio:
+    """440 Hz, in the second channel 660 Hz."""
+    at = np.arange(round(seconds * rate)) / rate
+    waves = [np.sin(2 * np.pi * pitch * at) for pitch in (440, 660)[:channels]]
+    return Audio((0.5 * np.stack(waves)).astype(np.float32), rate)
+
+
+@pytest.mark.parametrize(("count", "fps"), [(1, 24), (9, 24), (33, 30), (17, 7)])
+@pytest.mark.parametrize(("rate", "channels"), [(24_000, 2), (48_000, 2), (16_000, 1)])
+@pytest.mark.parametrize("seconds", [0.02, 0.3, 5.0], ids=["too short", "some", "too long"])
+def test_the_sound_is_as_long_as_the_frames(
+    tmp_path: Path, count: int, fps: int, rate: int, channels: int, seconds: float
+) -> None:
+    frames, audio = clip(count), tone(seconds, rate, channels)
+    encode_video(frames, tmp_path / "a.mp4", fps=fps, audio=audio)
+    assert atoms((tmp_path / "a.mp4").read_bytes()) == [b"ftyp", b"moov", b"free", b"mdat"]
+    wanted = round(Fraction(count * rate, fps))
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        assert [stream.type for stream in container.streams] == ["video", "audio"]
+        video, sound = container.streams
+        assert video.duration * video.time_base == Fraction(count, fps)
+        assert (sound.codec_context.name, sound.rate, sound.channels) == ("aac", rate, channels)
+        assert (sound.start_time, sound.duration * sound.time_base * rate) == (0, wanted)
+        blocks = [frame.to_ndarray() for frame in container.decode(sound)]
+    heard = np.concatenate(blocks, 1)
+    assert 0 <= heard.shape[1] - wanted < 1024, "only the last frame goes beyond the end"
+    expected = np.zeros((channels, wanted), np.float32)
+    given = audio.samples[:, :wanted]
+    expected[:, : given.shape[1]] = given
+    assert np.sqrt(np.mean((heard[:, :wanted] - expected) ** 2)) < 0.06
+
+
+def test_sound_goes_along_with_the_frames_in_the_file(tmp_path: Path) -> None:
+    encode_video(clip(48), tmp_path / "a.mp4", fps=24, audio=tone(2, 24_000))
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        found = [(p.stream.type, float(p.pts * p.time_base)) for p in container.demux() if p.size]
+    for at, (kind, seconds) in enumerate(found):
+        before = [then for other, then in found[:at] if other != kind]
+        assert seconds - max(before, default=0) < 0.3, "neither stream is far ahead of the other"
+
+
+def test_the_same_frames_and_sound_give_the_same_bytes(tmp_path: Path) -> None:
+    frames, audio = clip(9), tone(0.4, 24_000)
+    files = []
+    for turn in range(3):
+        folder = tmp_path / str(turn)
+        export_clip(frames, fps=24, size=(64, 48), num_frames=9, folder=folder, audio=audio)
+        files.append((folder / "video.mp4").read_bytes())
+    assert len(set(files)) == 1
+    export_clip(frames, fps=24, size=(64, 48), num_frames=9, folder=tmp_path / "other", audio=tone(0.4, 24_000, 1))
+    assert (tmp_path / "other" / "video.mp4").read_bytes() != files[0]
+
+
+@pytest.mark.parametrize(
+    ("audio", "said"),
+    [
+        (Audio(np.full((2, 900), np.nan, np.float32), 24_000), "values that are not finite"),
+        (Audio(np.full((2, 900), np.inf, np.float32), 24_000), "values that are not finite"),
+        (Audio(np.zeros((3, 900), np.float32), 24_000), r"sound of shape \(3, 900\)"),
+        (Audio(np.zeros((900,), np.float32), 24_000), r"sound of shape \(900,\)"),
+        (Audio(np.zeros((2, 900), np.int16), 24_000), "int16 sound"),  # type: ignore[arg-type]
+        (Audio(np.zeros((2, 900), np.float32), 0), "at 0 Hz"),
+    ],
+)
+def test_what_is_no_sound_leaves_no_file(tmp_path: Path, audio: Audio, said: str) -> None:
+    with pytest.raises(MediaError, match=said):
+        export_clip(clip(1), fps=24, size=(64, 48), num_frames=1, folder=tmp_path / "clip", audio=audio)
+    assert not list(tmp_path.iterdir())
+
+
+def test_sound_of_another_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = media._check_sound
+    monkeypatch.setattr(media, "_check_sound", lambda path, length, rate: whole(path, length + 1, rate))
+    with pytest.raises(MediaError, match="9000 samples at 24000 Hz instead of 9001 at 24000"):
+        encode_video(clip(9), tmp_path / "a.mp4", fps=24, audio=tone(1, 24_000))
 
 
 def test_colours_come_back(tmp_path: Path) -> None:

@@ -41,21 +41,41 @@ def index_class(index: Mapping[str, Any]) -> str:
     return str(name[-1] if isinstance(name, list) else name)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Made:
+    """What a pipeline made of one request. On a rank that does not own decoded samples, values have no meaning.
+
+    Attributes:
+        frames: ``(T, C, H, W)`` in 0..1.
+        samples: ``(channels, n)`` in -1..1, or None without sound.
+        rate: Samples per second of each channel.
+    """
+
+    frames: torch.Tensor
+    samples: torch.Tensor | None = None
+    rate: int = 0
+
+
 class PipelineProfile(ABC):
     """One family of pipelines, known by the class names in their ``model_index.json``.
 
-    `card`, `refusals` and `resolve` never import torch: the server calls them. `call` runs in a worker.
+    `card`, `refusals` and `resolve` never import torch: the server calls them. `call` and `share_sequence` run in a
+    worker.
 
     Class attributes:
         pipeline_classes: Names of the diffusers classes that this profile serves.
         denoisers: Components that the denoiser's parallelism applies to, where they are present.
         text_encoders: Components whose weights ``use_hsdp`` shards too.
+        sound: Components that make the sound, in their order; they run once, where the frames are.
+        full_precision: Components that stay in float32 where no type was asked for.
         extra_params: Names that a request's ``extra_params`` may hold.
     """
 
     pipeline_classes: tuple[str, ...]
     denoisers: tuple[str, ...] = ("transformer",)
     text_encoders: tuple[str, ...] = ("text_encoder",)
+    sound: tuple[str, ...] = ()
+    full_precision: tuple[str, ...] = ()
     extra_params: frozenset[str] = frozenset({"reference_fit"})
 
     @abstractmethod
@@ -67,17 +87,18 @@ class PipelineProfile(ABC):
         """Say why ``config`` cannot be run on this checkpoint; empty when it can."""
 
     @abstractmethod
-    def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> torch.Tensor:
+    def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> Made:
         """Run a loaded diffusers pipeline on a resolved request.
 
         Args:
             pipeline: The pipeline of the checkpoint.
             request: As `resolve` returned it.
             arguments: Further arguments of the pipeline: its generator and step callback.
-
-        Returns:
-            Frames ``(T, C, H, W)`` in 0..1. On a rank that does not own decoded samples they have no meaning.
         """
+
+    def share_sequence(self, denoiser: Any, config: Any) -> None:
+        """Divide the tokens of a loaded ``denoiser`` among its ranks as diffusers' context parallel ``config`` says."""
+        denoiser.enable_parallelism(config=config)
 
     def resolve(
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
@@ -110,7 +131,7 @@ class PipelineProfile(ABC):
         for name in RANGES:
             _check_kind(name, getattr(request, name))
         for name in ("width", "height"):
-            _check_multiple(name, getattr(request, name), card.spatial_multiple)
+            _check_multiple(name, getattr(request, name), card.spatial_multiple, card.spatial_minimum)
         _check_frames(request.num_frames, card.temporal_ratio)
         for name in RANGES:
             _check_range(name, getattr(request, name))
@@ -151,12 +172,14 @@ def _out_of_range(name: str, value: Any) -> RequestError:
     return RequestError(f"{name} is {value!r}; give {kind} from {allowed.low:g} to {allowed.high:g}", param=name)
 
 
-def _check_multiple(name: str, value: int | None, multiple: int) -> None:
+def _check_multiple(name: str, value: int | None, multiple: int, minimum: int) -> None:
     assert value is not None
-    if value < multiple or value % multiple:
-        near = sorted({max(multiple, value // multiple * multiple), max(multiple, -(-value // multiple) * multiple)})
+    least = max(multiple, -(-minimum // multiple) * multiple)
+    if value < least or value % multiple:
+        near = sorted({max(least, value // multiple * multiple), max(least, -(-value // multiple) * multiple)})
+        from_on = f" from {least} on" if least > multiple else ""
         raise RequestError(
-            f"{name} {value} cannot be made exactly: this model makes multiples of {multiple} pixels; "
+            f"{name} {value} cannot be made exactly: this model makes multiples of {multiple} pixels{from_on}; "
             f"nearest: {' or '.join(map(str, near))}",
             param=name,
             code="unsupported_size",

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from .ltx2 import Ltx2Profile
 from .profile import PipelineProfile
 from .wan2_2 import WanProfile
 
-PROFILES: tuple[PipelineProfile, ...] = (WanProfile(),)
+PROFILES: tuple[PipelineProfile, ...] = (WanProfile(), Ltx2Profile())
 
 
 def find_profile(pipeline_class: str) -> PipelineProfile | None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Frames = npt.NDArray[np.uint8]
+Samples = npt.NDArray[np.float32]
 
 
 class Task(StrEnum):
@@ -94,6 +95,19 @@ class GenerationRequest:
         return Task.IMAGE_TO_VIDEO if self.images else Task.TEXT_TO_VIDEO
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Audio:
+    """The sound of a clip, as the model made it: it may be somewhat longer or shorter than the frames.
+
+    Attributes:
+        samples: ``(channels, n)`` float32, -1 to 1.
+        rate: Samples per second of each channel.
+    """
+
+    samples: Samples
+    rate: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
     """A finished clip.
@@ -101,6 +115,7 @@ class GenerationResult:
     Attributes:
         frames: ``(T, H, W, 3)`` uint8 RGB.
         fps: Frames per second.
+        audio: Its sound; None from a model that makes none.
         seed: The seed that was used; the same request with it gives the same frames.
         stage_durations: Seconds per stage on the output rank (`Stage` values as keys).
         decisions: The VAE strategies that ran, one JSON-ready mapping for each distinct decision.
@@ -109,6 +124,7 @@ class GenerationResult:
 
     frames: Frames
     fps: int
+    audio: Audio | None = None
     seed: int
     stage_durations: Mapping[str, float]
     decisions: tuple[Mapping[str, Any], ...]
@@ -138,6 +154,8 @@ class ModelCard:
         temporal_ratio: Frames must be ``1 + k * temporal_ratio``.
         defaults: Values for what a request leaves open.
         experts: Denoisers that share the schedule (2: ``boundary_ratio`` and ``guidance_scale_2`` have a meaning).
+        spatial_minimum: Width and height must be at least this many pixels.
+        blocks: Blocks of the denoiser, where a request may name some of them; else 0.
     """
 
     pipeline_class: str
@@ -146,6 +164,8 @@ class ModelCard:
     temporal_ratio: int
     defaults: SamplingDefaults
     experts: int = 1
+    spatial_minimum: int = 1
+    blocks: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

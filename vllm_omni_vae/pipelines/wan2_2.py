@@ -11,12 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, RequestError
-from .profile import PipelineProfile, index_class, read_json
+from .profile import Made, PipelineProfile, index_class, read_json
 from .request import GenerationRequest, ModelCard, SamplingDefaults, Task
 
 if TYPE_CHECKING:
-    import torch
-
     from ..config import EngineConfig
 
 _TEXT, _IMAGE = "WanPipeline", "WanImageToVideoPipeline"
@@ -29,6 +27,7 @@ class WanProfile(PipelineProfile):
 
     pipeline_classes = (_TEXT, _IMAGE)
     denoisers = ("transformer", "transformer_2")
+    full_precision = ("vae",)
     extra_params = PipelineProfile.extra_params | {"max_sequence_length"}
 
     def card(self, folder: Path) -> ModelCard:
@@ -89,7 +88,7 @@ class WanProfile(PipelineProfile):
             )
         return request
 
-    def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> torch.Tensor:
+    def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> Made:
         pipeline = _for_task(pipeline, request.task)
         if request.images:
             arguments |= _images(request)
@@ -109,7 +108,7 @@ class WanProfile(PipelineProfile):
                 output_type="pt",
                 **arguments,
             )
-        return output.frames[0]
+        return Made(output.frames[0])
 
 
 def _denoisers(folder: Path, index: dict[str, Any]) -> list[dict[str, Any]]:

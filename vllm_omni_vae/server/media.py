@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finished clip as files: H.264 video, a still, a sheet of stills. All of it blocking; run it in a thread."""
+"""A finished clip as files: H.264 video with AAC sound, a still, a sheet of stills. All of it blocking; run it in a
+thread."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+from av.audio.stream import AudioStream
+from av.packet import Packet
 from av.video.reformatter import ColorRange, Colorspace, VideoReformatter
 from av.video.stream import VideoStream
 from PIL import Image
 
 from ..errors import VaeParallelError
-from ..pipelines.request import Frames
+from ..pipelines.request import Audio, Frames, Samples
 
 # x264's macroblock tree reads memory that it never wrote unless the width is a multiple of 256: now and then the same
 # frames became other bytes. It saves some 3 % of a file.
@@ -28,6 +31,8 @@ SHEET_SIDE = 5
 SHEET_CELL = 256
 THUMBNAIL_SIDE = 1280
 _BT709 = 1
+AAC_FRAME = 1024
+_LAYOUTS = {1: "mono", 2: "stereo"}
 REFERENCE = "reference.png"
 
 
@@ -60,12 +65,13 @@ def export_clip(
     size: tuple[int, int],
     num_frames: int,
     folder: Path,
+    audio: Audio | None = None,
     reference: Frames | None = None,
     on_frame: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write every `Variant` of a clip below ``folder``, which appears complete or not at all.
 
-    The same frames give the same bytes.
+    The same frames and sound give the same bytes.
 
     Args:
         frames: ``(T, H, W, 3)`` uint8 RGB.
@@ -73,17 +79,21 @@ def export_clip(
         size: Width and height that were asked for, pixels.
         num_frames: Frames that were asked for.
         folder: Where to; must not exist.
+        audio: The clip's sound, if it has any; the file's is exactly as long as its frames.
         reference: The clip's reference image, ``(H, W, 3)`` uint8; kept beside the clip without loss.
         on_frame: Called after each frame with the frames done and all frames; an exception from it stops the export.
 
     Raises:
-        MediaError: ``frames`` are not as asked for, the size is odd, or the written file does not check out.
+        MediaError: ``frames`` are not as asked for, the size is odd, the sound is none, or the written file does not
+            check out.
     """
     check_frames(frames, size=size, num_frames=num_frames)
+    if audio is not None:
+        check_audio(audio)
     part = folder.with_name(folder.name + ".part")
     part.mkdir(parents=True)
     try:
-        encode_video(frames, part / Variant.VIDEO.filename, fps=fps, on_frame=on_frame)
+        encode_video(frames, part / Variant.VIDEO.filename, fps=fps, audio=audio, on_frame=on_frame)
         thumbnail(frames).save(part / Variant.THUMBNAIL.filename, "WEBP", quality=85)
         spritesheet(frames).save(part / Variant.SPRITESHEET.filename, "JPEG", quality=80)
         if reference is not None:
@@ -105,13 +115,39 @@ def check_frames(frames: Frames, *, size: tuple[int, int], num_frames: int) -> N
         raise MediaError(f"H.264 yuv420p needs an even width and height; the clip is {size[0]}x{size[1]} pixels")
 
 
+def check_audio(audio: Audio) -> None:
+    """Raise `MediaError` unless ``audio`` is finite float32 sound of one or two channels."""
+    samples = audio.samples
+    if samples.ndim != 2 or samples.shape[0] not in _LAYOUTS or samples.dtype != np.float32 or audio.rate < 1:
+        raise MediaError(
+            f"the model returned {samples.dtype} sound of shape {samples.shape} at {audio.rate} Hz instead of float32 "
+            "(channels, n) with one or two channels"
+        )
+    if not np.isfinite(samples).all():
+        raise MediaError("the model returned sound with values that are not finite")
+
+
+def fit_audio(audio: Audio, seconds: Fraction) -> Samples:
+    """Return the samples that ``seconds`` take, to the nearest sample: cut, or with silence at the end."""
+    wanted = round(seconds * audio.rate)
+    samples = audio.samples[:, :wanted]
+    return np.pad(samples, ((0, 0), (0, wanted - samples.shape[1])))
+
+
 def encode_video(
-    frames: Frames, path: Path, *, fps: int, on_frame: Callable[[int, int], None] = lambda done, total: None
+    frames: Frames,
+    path: Path,
+    *,
+    fps: int,
+    audio: Audio | None = None,
+    on_frame: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Encode ``frames`` ``(T, H, W, 3)`` as an H.264 yuv420p BT.709 mp4 that plays while it loads (``+faststart``).
 
+    With ``audio`` there is an AAC track besides, as long as the frames to the nearest sample.
+
     Raises:
-        MediaError: the file does not hold exactly these frames.
+        MediaError: the file does not hold exactly these frames, or sound of another length.
     """
     total, height, width = frames.shape[:3]
     rate = Fraction(fps)
@@ -127,7 +163,10 @@ def encode_video(
         context.thread_count = X264_THREADS
         context.color_range = ColorRange.MPEG
         context.colorspace = context.color_primaries = context.color_trc = _BT709
+        sound = None if audio is None else _Sound(container, audio, Fraction(total, fps))
         for index in range(total):
+            if sound is not None:
+                container.mux(list(sound.until(Fraction(index + 1, fps))))
             rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(frames[index]), format="rgb24")
             frame = reformatter.reformat(
                 rgb, format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
@@ -136,7 +175,44 @@ def encode_video(
             container.mux(stream.encode(frame))
             on_frame(index + 1, total)
         container.mux(stream.encode(None))
+        if sound is not None:
+            container.mux(list(sound.rest()))
     _check_file(path, total, width, height)
+    if sound is not None:
+        _check_sound(path, sound.length, sound.rate)
+
+
+class _Sound:
+    """The AAC track of one file, handed out along with the frames so that the file plays while it loads.
+
+    Args:
+        container: The file, before its first packet.
+        audio: The sound.
+        seconds: How long the file is.
+    """
+
+    def __init__(self, container: av.container.OutputContainer, audio: Audio, seconds: Fraction) -> None:
+        self._samples = fit_audio(audio, seconds)
+        self._layout = _LAYOUTS[self._samples.shape[0]]
+        self.rate, self.length = audio.rate, self._samples.shape[1]
+        stream = container.add_stream("aac", rate=audio.rate, layout=self._layout)
+        assert isinstance(stream, AudioStream)
+        stream.time_base = Fraction(1, audio.rate)
+        self._stream = stream
+        self._done = 0
+
+    def until(self, seconds: Fraction) -> Iterator[Packet]:
+        """The packets of the AAC frames that begin before ``seconds``."""
+        while self._done < min(self.length, seconds * self.rate):
+            block = np.ascontiguousarray(self._samples[:, self._done : self._done + AAC_FRAME])
+            frame = av.AudioFrame.from_ndarray(block, format="fltp", layout=self._layout)
+            frame.sample_rate, frame.pts, frame.time_base = self.rate, self._done, Fraction(1, self.rate)
+            self._done += block.shape[1]
+            yield from self._stream.encode(frame)
+
+    def rest(self) -> Iterator[Packet]:
+        """What the encoder still holds."""
+        yield from self._stream.encode(None)
 
 
 def _check_file(path: Path, total: int, width: int, height: int) -> None:
@@ -147,6 +223,15 @@ def _check_file(path: Path, total: int, width: int, height: int) -> None:
         raise MediaError(
             f"the encoder wrote frames, width, height {found} instead of {(total, width, height)}; is the disk full?"
         )
+
+
+def _check_sound(path: Path, length: int, rate: int) -> None:
+    with av.open(str(path)) as container:
+        stream = container.streams.audio[0]
+        seconds = (stream.duration or 0) * (stream.time_base or Fraction(0))
+        found = (Fraction(stream.rate), seconds * stream.rate)
+    if found != (Fraction(rate), Fraction(length)):
+        raise MediaError(f"the encoder wrote {found[1]} samples at {found[0]} Hz instead of {length} at {rate}")
 
 
 def thumbnail(frames: Frames) -> Image.Image:

@@ -206,6 +206,7 @@ class JobRunner:
             raise MediaError("the request was not resolved before it ran")
         export_clip(
             result.frames,
+            audio=result.audio,
             fps=result.fps,
             size=(request.width, request.height),
             num_frames=request.num_frames,

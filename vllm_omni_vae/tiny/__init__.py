@@ -20,6 +20,11 @@ _FAMILIES_BY_MODULE: Mapping[str, Mapping[str, str]] = {
         "wan2.2-i2v": "Wan 2.2 A14B image to video: two experts (boundary 0.9), 8x VAE",
         "wan2.2-ti2v-5b": "Wan 2.2 TI2V-5B text or image to video: one transformer, patchified residual 16x VAE",
     },
+    "ltx2": {
+        "ltx2-t2v": "LTX-2.0 text to video with sound: 32x VAE that pads by reflection, 24 kHz vocoder",
+        "ltx2-i2v": "LTX-2.0 image to video with sound: 32x VAE that pads by reflection, 24 kHz vocoder",
+        "ltx2.3-t2v": "LTX-2.3 text to video with sound: 32x VAE, vocoder with bandwidth extension to 48 kHz",
+    },
 }
 
 FAMILIES: Mapping[str, str] = {

@@ -25,6 +25,8 @@ from ..pipelines.request import ComponentReport
 
 logger = logging.getLogger(__name__)
 
+_SOUND = "audio: decoded once, on the output rank"
+
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -41,7 +43,8 @@ class LoadedModel:
     Attributes:
         profile: How the pipeline is called.
         pipeline: The diffusers pipeline, or None on a rank that only has the autoencoders.
-        vaes: Autoencoders by path.
+        vaes: Autoencoders by path, without those of the sound.
+        sound: Components that make the sound, by name; none on a rank that only has the autoencoders.
         reports: What happened to each autoencoder.
         device: Where the modules are.
         dtype: Type of the denoiser, for the start-up table.
@@ -50,6 +53,7 @@ class LoadedModel:
     profile: PipelineProfile
     pipeline: Any
     vaes: dict[str, Any]
+    sound: dict[str, Any]
     reports: tuple[ComponentReport, ...]
     device: torch.device
     dtype: str
@@ -73,7 +77,7 @@ def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> L
     profile = found.profile()
     _check_modes(found.folder, config)
     device = rank_device(rank)
-    dtype = _dtypes(config, device)
+    dtype = _dtypes(config, device, profile)
     source: dict[str, Any] = {"revision": config.revision, "cache_dir": config.download_dir}
     mesh = _mesh(config, device)
     if rank < config.parallel.dit_world_size:
@@ -82,19 +86,21 @@ def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> L
         )
         pipeline.set_progress_bar_config(disable=True)
         _parallelize(pipeline, profile, config, device, mesh)
-        vaes = find_vaes(pipeline)
+        vaes = {path: vae for path, vae in find_vaes(pipeline).items() if path not in profile.sound}
     else:
         pipeline, vaes = None, {}
         for name, kind in _vae_entries(found.folder).items():
-            vae = kind.from_pretrained(config.model, subfolder=name, dtype=_vae_dtype(dtype), **source)
+            vae = kind.from_pretrained(config.model, subfolder=name, dtype=_dtype_of(name, dtype), **source)
             vaes[name] = vae.to(device)
     for vae in vaes.values():
         vae.eval()
     reports = distribute_vaes(vaes, config.vae, config.parallel, timeout)
+    sound = {} if pipeline is None else _present(pipeline, profile.sound)
     if config.vae.vae_selftest:
         reports = self_test(vaes, reports)
+    reports += [ComponentReport(name, type(part).__name__, False, _SOUND) for name, part in sound.items()]
     shown = dtype.get("default", torch.float32) if isinstance(dtype, dict) else dtype
-    return LoadedModel(profile, pipeline, vaes, tuple(reports), device, str(shown).removeprefix("torch."))
+    return LoadedModel(profile, pipeline, vaes, sound, tuple(reports), device, str(shown).removeprefix("torch."))
 
 
 def _check_modes(folder: Path, config: EngineConfig) -> None:
@@ -112,15 +118,20 @@ def _vae_entries(folder: Path) -> dict[str, Any]:
     return {name: by_name[entry[1]] for name, entry in entries if isinstance(entry, list) and entry[-1] in by_name}
 
 
-def _dtypes(config: EngineConfig, device: torch.device) -> torch.dtype | dict[str, torch.dtype]:
-    """``auto``: float32 on the CPU; elsewhere bfloat16, and float32 for the VAE as diffusers advises for Wan."""
+def _dtypes(
+    config: EngineConfig, device: torch.device, profile: PipelineProfile
+) -> torch.dtype | dict[str, torch.dtype]:
+    """``auto``: float32 on the CPU; elsewhere bfloat16, and float32 for what the profile says."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    return torch.float32 if device.type == "cpu" else {"vae": torch.float32, "default": torch.bfloat16}
+    if device.type == "cpu":
+        return torch.float32
+    full = dict.fromkeys(profile.full_precision, torch.float32)
+    return {**full, "default": torch.bfloat16} if full else torch.bfloat16
 
 
-def _vae_dtype(dtype: torch.dtype | dict[str, torch.dtype]) -> torch.dtype:
-    return dtype["vae"] if isinstance(dtype, dict) else dtype
+def _dtype_of(name: str, dtype: torch.dtype | dict[str, torch.dtype]) -> torch.dtype:
+    return dtype.get(name, dtype["default"]) if isinstance(dtype, dict) else dtype
 
 
 def _mesh(config: EngineConfig, device: torch.device) -> Any:
@@ -143,30 +154,32 @@ def _parallelize(
     pipeline: Any, profile: PipelineProfile, config: EngineConfig, device: torch.device, mesh: Any
 ) -> None:
     """Collective over the denoiser ranks. Apply diffusers' context parallelism or torch FSDP2; place the modules."""
-    denoisers = _present(pipeline, profile.denoisers)
+    denoisers = list(_present(pipeline, profile.denoisers).values())
     if mesh is not None and config.parallel.use_hsdp:
-        _shard_weights([*denoisers, *_present(pipeline, profile.text_encoders)], mesh)
+        _shard_weights([*denoisers, *_present(pipeline, profile.text_encoders).values()], mesh)
     pipeline.to(device)
     if mesh is not None and not config.parallel.use_hsdp:
-        _share_sequence(denoisers, device, config.parallel.ulysses_degree, config.parallel.ring_degree, mesh)
+        _share_sequence(profile, denoisers, device, config.parallel.ulysses_degree, config.parallel.ring_degree, mesh)
 
 
-def _present(pipeline: Any, names: tuple[str, ...]) -> list[Any]:
-    return [part for name in names if (part := getattr(pipeline, name, None)) is not None]
+def _present(pipeline: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: part for name in names if (part := getattr(pipeline, name, None)) is not None}
 
 
 def _shard_weights(modules: list[Any], mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     for module in modules:
-        names = set(module._no_split_modules or ())
+        names = set(module._no_split_modules or getattr(module, "_repeated_blocks", None) or ())
         for block in module.modules():
             if type(block).__name__ in names:
                 fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
 
 
-def _share_sequence(modules: list[Any], device: torch.device, ulysses: int, ring: int, mesh: Any) -> None:
+def _share_sequence(
+    profile: PipelineProfile, modules: list[Any], device: torch.device, ulysses: int, ring: int, mesh: Any
+) -> None:
     if ring > 1 and device.type == "cpu":
         raise UnsupportedError("--ring-degree: the CPU's attention does not return what ring attention needs")
     heads = {int(module.config.num_attention_heads) for module in modules}
@@ -177,7 +190,7 @@ def _share_sequence(modules: list[Any], device: torch.device, ulysses: int, ring
             ring_degree=ring, ulysses_degree=ulysses, ulysses_anything=ring == 1, ring_anything=ulysses == 1, mesh=mesh
         )
         with _at_least_one_device():
-            module.enable_parallelism(config=config)
+            profile.share_sequence(module, config)
 
 
 @contextlib.contextmanager

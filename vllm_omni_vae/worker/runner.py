@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..distributed import Communicator, agree
 from ..errors import Cancelled
-from ..pipelines.request import GenerationRequest, GenerationResult, Stage
+from ..pipelines.profile import Made
+from ..pipelines.request import Audio, Frames, GenerationRequest, GenerationResult, Stage
 from .loader import LoadedModel
 from .watch import StageClock, VaeWatch
 
@@ -47,7 +49,7 @@ def run_job(
 
     Raises:
         Cancelled: on every denoiser rank in the same step.
-        InvalidOutput: the clip has the wrong number of frames, or values that are not finite.
+        InvalidOutput: the clip has the wrong number of frames, or frames or sound have values that are not finite.
     """
     assert request.seed is not None and request.num_frames is not None and request.num_inference_steps is not None
     assert request.fps is not None
@@ -69,22 +71,24 @@ def run_job(
             agree(denoisers, Cancelled("the job was cancelled") if cancelled() else None)
         return tensors
 
-    watch = VaeWatch(list(model.vaes.values()), clock, report, check, check_alone)
+    watch = VaeWatch(list(model.vaes.values()), list(model.sound.values()), clock, report, check, check_alone)
     torch.manual_seed(request.seed)
     generator = torch.Generator("cpu").manual_seed(request.seed)
     clock.enter(Stage.DENOISE)
     try:
         with torch.no_grad(), watch.watching():
-            frames = model.profile.call(model.pipeline, request, generator=generator, callback_on_step_end=on_step)
-            result = _to_uint8(frames, request.num_frames, watch.finite) if is_output else None
+            made = model.profile.call(model.pipeline, request, generator=generator, callback_on_step_end=on_step)
+            result = _on_the_host(made, request.num_frames, watch.finite) if is_output else None
     finally:
         clock.enter(None)
         model.pipeline.maybe_free_model_hooks()
     if result is None:
         return None
+    frames, audio = result
     return GenerationResult(
-        frames=result,
+        frames=frames,
         fps=request.fps,
+        audio=audio,
         seed=request.seed,
         stage_durations=clock.seconds,
         decisions=tuple(decision.to_json() for decision in watch.decisions),
@@ -92,12 +96,17 @@ def run_job(
     )
 
 
-def _to_uint8(frames: torch.Tensor, expected: int, decoded_finite: bool) -> Any:
+def _on_the_host(made: Made, expected: int, decoded_finite: bool) -> tuple[Frames, Audio | None]:
+    frames, samples = made.frames, made.samples
     if frames.shape[0] != expected:
         raise InvalidOutput(f"the model made {frames.shape[0]} frames instead of {expected}")
-    if not decoded_finite or not bool(torch.isfinite(frames).all()):
+    values = [frames] if samples is None else [frames, samples]
+    if not decoded_finite or not all(bool(torch.isfinite(tensor).all()) for tensor in values):
         raise InvalidOutput("the model made values that are not finite; with float16 try bfloat16 or float32")
-    return (frames.float() * 255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    pixels = (frames.float() * 255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    if samples is None:
+        return pixels, None
+    return pixels, Audio(np.ascontiguousarray(samples.float().cpu().numpy()), made.rate)
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a pipeline's autoencoders during one job: stages, seconds, progress, decisions, and chances to stop."""
+"""Watch a pipeline's autoencoders, and what makes its sound, during one job: stages, seconds, progress, decisions, and
+chances to stop."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ class VaeWatch:
 
     Args:
         vaes: The pipeline's autoencoders.
+        sound: Components that make its sound; they count as decoding.
         clock: Told when an encode or decode begins and ends.
         report: Told of progress: tiles of this rank where the work is shared, else calls of the network.
         check: Called between tiles of a shared call, where all ranks stop together; it may raise `Cancelled`.
@@ -48,12 +50,14 @@ class VaeWatch:
     def __init__(
         self,
         vaes: list[Any],
+        sound: list[Any],
         clock: StageClock,
         report: Report,
         check: Callable[[], None],
         check_alone: Callable[[], None],
     ):
         self._vaes = vaes
+        self._sound = sound
         self._clock = clock
         self._report = report
         self._check = check
@@ -75,6 +79,8 @@ class VaeWatch:
                     stack.enter_context(self._timed(vae, operation))
                 if distributed_class(vae):
                     stack.enter_context(self._counted(vae))
+            for part in self._sound:
+                stack.enter_context(self._heard(part))
             yield
 
     def _note(self, decision: Decision) -> None:
@@ -134,6 +140,26 @@ class VaeWatch:
                 handle.remove()
             if state is not None:
                 state.on_decision = state.executor.observer = None
+
+    @contextlib.contextmanager
+    def _heard(self, part: Any) -> Iterator[None]:
+        network = part.decoder if hasattr(part, "decoder") else part
+        before: list[Stage | None] = []
+
+        def begin(*_: Any) -> None:
+            self._check_alone()
+            before.append(self._clock.enter(Stage.DECODE))
+
+        def end(_: Any, __: Any, output: Any) -> None:
+            self._clock.enter(before.pop())
+            self._after_decoder(output)
+
+        handles = [network.register_forward_pre_hook(begin), network.register_forward_hook(end)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _before_call(self) -> None:
         if self._shared:
