@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import psutil
 import torch
 
 from ..config import VaeParallelMode
@@ -28,12 +28,7 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
-    if device.type == "cpu":
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError):
-            return None
-    return None
+    return psutil.virtual_memory().available if device.type == "cpu" else None
 
 
 def agreed_budget(groups: VaeGroups, device: torch.device) -> int | None:
