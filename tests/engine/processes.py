@@ -74,11 +74,14 @@ def stop(pid: int) -> None:
 
 @contextlib.contextmanager
 def no_more_memory(pid: int) -> Iterator[Callable[[], None]]:
-    """Give a function after whose call the process gets no further memory; at the end it may have some again."""
+    """Give a function after whose call the process gets no further memory; at the end it may have some again.
+
+    What it has now is the limit: what it takes until the call, and gives back, is no reserve to go on with.
+    """
     before = resource.prlimit(pid, resource.RLIMIT_AS)
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
 
     def limit() -> None:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
         resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), before[1]))
 
     try:
