@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from vllm_omni_vae.cli import measuring
+from vllm_omni_vae.cli import measuring, terminal
 from vllm_omni_vae.measure.messages import Progress
 
 
@@ -18,11 +18,11 @@ def test_progress_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) ->
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     measuring._show(Progress(5, 20, "decode: warm-up: tile"))
-    measuring._clear()
+    terminal.tell("")
     assert screen.getvalue() == "\r\x1b[K[#####...............] decode: warm-up: tile\r\x1b[K"
 
 
 def test_nothing_is_shown_where_no_person_looks(capsys: pytest.CaptureFixture[str]) -> None:
     measuring._show(Progress(5, 20, "decode: warm-up: tile"))
-    measuring._clear()
+    terminal.tell("")
     assert capsys.readouterr() == ("", "")

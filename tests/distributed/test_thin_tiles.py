@@ -14,6 +14,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from tests.distributed.ranks import Worlds
+from tests.helpers.tiles import tiles_by_hand
 from tests.helpers.vaes import VAES, decisions, pixels, tiny_vae
 from vllm_omni_vae.autoencoders import distribute
 
@@ -23,34 +24,15 @@ RATIO = 8
 NOT_MUCH_FURTHER = 1.5
 
 
-def tiles_by_hand(config: str, x: torch.Tensor) -> torch.Tensor:
+def moments_by_hand(config: str, x: torch.Tensor) -> torch.Tensor:
     """Moments of every tile by itself, blended and cropped as diffusers does."""
     one_tile = 2 * max(x.shape)
     plain = tiny_vae(config, tiled=False)
     plain.enable_tiling(one_tile, one_tile, one_tile, one_tile)
-    tile_height, tile_width, *strides = VAES[config].tile
-    overlaps = [(tile - stride) // RATIO for tile, stride in zip((tile_height, tile_width), strides, strict=True)]
-    cuts = []
-    for extent, tile, stride in zip(x.shape[-2:], (tile_height, tile_width), strides, strict=True):
-        starts = [start for start in range(0, extent, stride) if extent - start >= RATIO]
-        stops = [min(start + tile, extent) for start in starts[:-1]] + [extent]
-        kept = [stride // RATIO] * (len(starts) - 1) + [extent]
-        cuts.append(list(zip(starts, stops, kept, strict=True)))
-    rows: list[list[torch.Tensor]] = []
-    whole = []
-    for i, (top, bottom, kept_height) in enumerate(cuts[0]):
-        rows.append([])
-        kept_row = []
-        for j, (left, right, kept_width) in enumerate(cuts[1]):
-            tile = plain.tiled_encode(x[..., top:bottom, left:right])
-            if i:
-                tile = plain.blend_v(rows[i - 1][j], tile, overlaps[0])
-            if j:
-                tile = plain.blend_h(rows[i][j - 1], tile, overlaps[1])
-            rows[i].append(tile)
-            kept_row.append(tile[..., :kept_height, :kept_width])
-        whole.append(torch.cat(kept_row, -1))
-    return torch.cat(whole, -2)
+    height, width, *strides = VAES[config].tile
+    return tiles_by_hand(
+        plain, plain.tiled_encode, x, (height, width), (strides[0], strides[1]), RATIO, lambda units: units // RATIO
+    )
 
 
 def crashes(vae: AutoencoderKLWan, x: torch.Tensor) -> bool:
@@ -77,7 +59,7 @@ def thin(rank: int, size: int, *, config: str, frames: int, height: int, width: 
     got, whole = vae.encode(x).latent_dist.parameters, untiled.encode(x).latent_dist.parameters
     larger = pixels(vae, frames, -(-height // RATIO) * RATIO, -(-width // RATIO) * RATIO)
     larger_error = error(plain.encode(larger).latent_dist.parameters, untiled.encode(larger).latent_dist.parameters)
-    by_hand = tiles_by_hand(config, x)
+    by_hand = moments_by_hand(config, x)
     return {
         "crashes": crashes(plain, x),
         "shapes": [list(got.shape), list(whole.shape)],

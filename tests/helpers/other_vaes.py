@@ -97,6 +97,17 @@ _LTX_0_9_5 = {
     "encoder_causal": True,
 }
 
+_FOUR_LEVELS = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+
+_COSMOS = {
+    "encoder_block_out_channels": (8,) * 4,
+    "decode_block_out_channels": (8,) * 4,
+    "latent_channels": 4,
+    "attention_resolutions": (8,),
+    "resolution": 64,
+    "num_layers": 1,
+}
+
 OTHERS: Mapping[str, OtherVae] = {
     "ltx": OtherVae(
         "AutoencoderKLLTXVideo",
@@ -124,13 +135,13 @@ OTHERS: Mapping[str, OtherVae] = {
     ),
     "hunyuan video": OtherVae(
         "AutoencoderKLHunyuanVideo",
-        {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2},
+        _FOUR_LEVELS,
         4,
         frames=(9, 3),
     ),
     "hunyuan video in tiles of time": OtherVae(
         "AutoencoderKLHunyuanVideo",
-        {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2},
+        _FOUR_LEVELS,
         4,
         frames=(21, 6),
         extents=(3, 4),
@@ -144,7 +155,7 @@ OTHERS: Mapping[str, OtherVae] = {
     ),
     "cogvideox": OtherVae(
         "AutoencoderKLCogVideoX",
-        {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2},
+        _FOUR_LEVELS,
         4,
         frames=(9, 3),
         extents=(5, 6),
@@ -163,29 +174,14 @@ OTHERS: Mapping[str, OtherVae] = {
     ),
     "cosmos": OtherVae(
         "AutoencoderKLCosmos",
-        {
-            "encoder_block_out_channels": (8,) * 4,
-            "decode_block_out_channels": (8,) * 4,
-            "latent_channels": 4,
-            "attention_resolutions": (8,),
-            "resolution": 64,
-            "num_layers": 1,
-        },
+        _COSMOS,
         4,
         frames=(9, 2),
         extents=(5, 6),
     ),
     "cosmos rearranged": OtherVae(
         "AutoencoderKLCosmos",
-        {
-            "encoder_block_out_channels": (8,) * 4,
-            "decode_block_out_channels": (8,) * 4,
-            "latent_channels": 4,
-            "attention_resolutions": (8,),
-            "resolution": 64,
-            "num_layers": 1,
-            "patch_type": "rearrange",
-        },
+        _COSMOS | {"patch_type": "rearrange"},
         4,
         frames=(9, 2),
         extents=(5, 6),
@@ -240,7 +236,7 @@ OTHERS: Mapping[str, OtherVae] = {
     ),
     "magvit": OtherVae(
         "AutoencoderKLMagvit",
-        {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2},
+        _FOUR_LEVELS,
         4,
         frames=(9, 3),
     ),

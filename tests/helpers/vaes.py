@@ -19,6 +19,7 @@ from vllm_omni_vae.autoencoders import Decision, Operation, ParallelState, distr
 from vllm_omni_vae.config import VaeParallelMode
 from vllm_omni_vae.distributed import LocalCommunicator, LocalWorld, VaeGroups
 from vllm_omni_vae.tiny.common import randomize
+from vllm_omni_vae.tiny.ltx2 import DECODER_2_3
 
 T = TypeVar("T")
 
@@ -155,17 +156,7 @@ VAES: Mapping[str, TinyVae] = {
     ),
     "ltx-2.3": TinyVae(
         AutoencoderKLLTX2Video,
-        _LTX_2
-        | {
-            "decoder_block_out_channels": (8, 16, 16, 32),
-            "decoder_layers_per_block": (1, 1, 1, 1, 1),
-            "decoder_spatio_temporal_scaling": (True, True, True, True),
-            "decoder_inject_noise": (False, False, False, False, False),
-            "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-            "upsample_residual": (False, False, False, False),
-            "upsample_factor": (2, 2, 1, 2),
-            "decoder_spatial_padding_mode": "zeros",
-        },
+        _LTX_2 | dict(DECODER_2_3),
         (32, 48, None, 24, 40),
         latents=8,
         step=8,
@@ -304,3 +295,24 @@ def count_calls(module: torch.nn.Module) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     module.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
     return seen
+
+
+class _TiledPath(Exception):
+    """Raised in place of the tiled path."""
+
+
+def takes_the_tiled_path(vae: Any, operation: Operation, x: torch.Tensor, *methods: str) -> bool:
+    """Whether diffusers comes to one of its tiled ``methods`` with the public input ``x``."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise _TiledPath
+
+    vars(vae).update(dict.fromkeys(methods, stop))
+    try:
+        run_public(vae, operation, x)
+    except _TiledPath:
+        return True
+    finally:
+        for method in methods:
+            delattr(vae, method)
+    return False

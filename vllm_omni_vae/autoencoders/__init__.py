@@ -2,7 +2,7 @@
 """Distributed autoencoders: diffusers' own classes, whose encode and decode are shared among ranks."""
 
 from .compare import Comparison, compare
-from .distribute import FAMILIES, distribute, distributed_class
+from .distribute import FAMILIES, distribute, distributed_class, families_by_name
 from .flux2 import DistributedAutoencoderKLFlux2
 from .kl import DistributedAutoencoderKL
 from .ltx2 import DistributedAutoencoderKLLTX2Video
@@ -33,6 +33,7 @@ __all__ = [
     "compare",
     "distribute",
     "distributed_class",
+    "families_by_name",
     "select_strategy",
     "selftest",
 ]

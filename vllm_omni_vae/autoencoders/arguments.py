@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,26 @@ def content(value: Any) -> object:
     """As `outline`, and sums over what is in a tensor."""
     known = outline(value)
     return (known, fingerprint(value.reshape(1, -1))) if isinstance(value, torch.Tensor) else known
+
+
+def call_facts(
+    operation: str,
+    weights: torch.dtype,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    draws_on: torch.device | None,
+) -> dict[str, object]:
+    """What must be equal on all ranks of a shared call besides the input, by name.
+
+    Args:
+        operation: Encode or decode.
+        weights: Their type.
+        args, kwargs: Further arguments.
+        draws_on: Where the network draws random numbers, if it does.
+    """
+    further = [*map(content, args), *sorted((name, content(value)) for name, value in kwargs.items())]
+    facts: dict[str, object] = {"operation": operation, "weights": str(weights), "arguments": further}
+    return facts if draws_on is None else facts | {"random state": random_state(draws_on)}
 
 
 def random_state(device: torch.device) -> str:

@@ -32,6 +32,11 @@ FAMILIES: tuple[type[DistributedVaeMixin], ...] = (
 """One distributed class per family."""
 
 
+def families_by_name() -> dict[str, type[DistributedVaeMixin]]:
+    """The distributed class of each family by the name of its diffusers class."""
+    return {family.spec.base_class.__name__: family for family in FAMILIES}
+
+
 def distributed_class(vae: object) -> type[DistributedVaeMixin] | None:
     """The distributed class for ``vae``, or None when its family is not known here.
 

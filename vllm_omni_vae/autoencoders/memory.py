@@ -13,9 +13,8 @@ import torch
 
 from ..config import VaeParallelMode
 from ..distributed import Communicator, VaeGroups
-from .cost import Forecast, Forecaster
+from .cost import Forecaster
 from .policy import Decision, gib
-from .spec import Operation
 from .state import ParallelState
 from .twin import switches, twin_of
 
@@ -48,30 +47,27 @@ def agreed_budget(groups: VaeGroups, device: torch.device) -> int | None:
 def within_budget(
     vae: Any,
     state: ParallelState,
-    operation: Operation,
-    seen: tuple[int, int, int],
-    batch: int,
+    budget: int,
+    decision: Decision,
+    seen: tuple[int, ...],
     select: Callable[[str], Decision],
 ) -> Decision:
-    """A sharded decision with as many latent frames at a time as fit into `ParallelState.budget`.
+    """A sharded ``decision`` with as many latent frames at a time as fit into ``budget``.
 
     Where not even one fits, `auto` takes what ``select`` gives with that refusal; a forced mode is taken all the same.
     Pictures that are far too small to matter are not forecast. The same on every rank.
 
     Args:
         vae, state: The distributed autoencoder, and how it shares its work.
-        operation: Encode or decode.
-        seen: Extents of what the tiled function sees.
-        batch: Of one network call.
-        select: The decision without and with a reason why `auto` may not take a shard.
+        budget: Bytes; `ParallelState.budget`.
+        decision: Without regard to memory.
+        seen: Shape of what the tiled function sees of one network call.
+        select: The decision with a reason why `auto` may not take a shard.
     """
-    decision, budget = select(""), state.budget
-    channels = vae.spec.channels(vae, operation.other)
-    given = vae.spec.shape(batch, channels // 2 if operation is Operation.DECODE else channels, seen)
-    made = vae.spec.shape(batch, vae.spec.channels(vae, operation), vae.spec.grid(vae, operation, seen).out_extents)
-    if budget is None or max(prod(given), prod(made)) * vae.dtype.itemsize * _PER_BYTE <= budget:
+    made = vae.spec.whole_shape(vae, decision.operation, seen)
+    if max(prod(seen), prod(made)) * vae.dtype.itemsize * _PER_BYTE <= budget:
         return decision
-    shape = vae.spec.public_shape(vae, operation, given)
+    shape = vae.spec.public_shape(vae, decision.operation, seen)
     key = (decision, shape, vae.dtype, tuple(sorted(switches(vae).items())))
     return state.remember(key, lambda: _fit(vae, shape, state, decision, budget, select))
 
@@ -84,10 +80,9 @@ def _fit(
     budget: int,
     select: Callable[[str], Decision],
 ) -> Decision:
-    twin = twin_of(vae)
-    chunk = decision.chunk
+    twin, mode, chunk = twin_of(vae), VaeParallelMode(decision.strategy.value), decision.chunk
     while True:
-        forecast = _forecast(twin, shape, decision, chunk, state.size)
+        forecast = Forecaster(twin, decision.operation, shape, chunk).forecast(mode, state.size)
         sent = max(use.bytes for use in forecast.uses)
         fitted = dataclasses.replace(decision, chunk=chunk, peak_bytes=forecast.peak_bytes, sent_bytes=sent)
         if forecast.peak_bytes <= budget:
@@ -99,8 +94,3 @@ def _fit(
     if state.mode is VaeParallelMode.AUTO:
         return select(reason)
     return dataclasses.replace(fitted, reason=f"{fitted.reason}, though {reason}")
-
-
-def _forecast(twin: Any, shape: tuple[int, ...], decision: Decision, chunk: int, ranks: int) -> Forecast:
-    mode = VaeParallelMode(decision.strategy.value)
-    return Forecaster(twin, decision.operation, shape, chunk).forecast(mode, ranks)

@@ -19,7 +19,7 @@ from ..config import VaeParallelMode
 from ..distributed import VaeGroups, agree_on
 from ..errors import ConfigurationError, UnsupportedError
 from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
-from .arguments import content, outline, random_state
+from .arguments import call_facts, outline
 from .memory import agreed_budget, within_budget
 from .policy import Decision, select_strategy
 from .sharded import run_sharded
@@ -229,10 +229,7 @@ class DistributedVaeMixin:
             time, height, width = (window.length for window in cell)
             shape = spec.shape(batch, channels, (time, height, width))
             tasks.append(TileTask(tile_id, coord, spec.cut(x, cell), grid.workload(coord), shape))
-        whole = spec.shape(batch, channels, grid.out_extents)
-        if operation is Operation.DECODE:
-            whole = spec.finished_shape(self, whole)
-        return tasks, GridSpec(grid, output_dtype(x), whole)
+        return tasks, GridSpec(grid, output_dtype(x), spec.whole_shape(self, operation, tuple(x.shape)))
 
     def _execute(self, operation: Operation, x: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor | None:
         state = self._vae_parallel
@@ -242,14 +239,9 @@ class DistributedVaeMixin:
         encode = operation is Operation.ENCODE
         broadcast = encode or state.broadcast_decode
         decision = self.decide(state, operation, self.spec.extents(x.shape), x.shape[0])
-        facts: dict[str, object] = {
-            "operation": operation.value,
-            "weights": str(self.dtype),
-            "arguments": sorted((name, content(value)) for name, value in arguments.items()),
-        }
+        draws = decision.sharded and self.spec.draws(self, operation)
+        facts = call_facts(operation.value, self.dtype, (), arguments, x.device if draws else None)
         if decision.sharded:
-            if self.spec.draws(self, operation):
-                facts["random state"] = random_state(x.device)
             options = CallOptions(decision.chunk, state.between, arguments)
             return run_sharded(
                 state.groups, self.spec, self, operation, x, decision, broadcast=broadcast, facts=facts, options=options
@@ -304,7 +296,12 @@ class DistributedVaeMixin:
             return dataclasses.replace(decision, chunk=state.chunk)
         if state.budget is None:
             return decision
-        return within_budget(self, state, operation, seen, batch, select)
+        return within_budget(self, state, state.budget, decision, self._seen_shape(operation, seen, batch), select)
+
+    def _seen_shape(self, operation: Operation, seen: tuple[int, int, int], batch: int) -> tuple[int, ...]:
+        """Shape of a tensor of extents ``seen`` that the tiled function takes."""
+        channels = self.spec.channels(self, operation.other)
+        return self.spec.shape(batch, channels // 2 if operation is Operation.DECODE else channels, seen)
 
     def _choose(
         self,

@@ -118,22 +118,13 @@ def select_strategy(
     """
     if tiles is None:
         return Decision(operation, Strategy.DIRECT, untiled)
-    chunked = chunked and tiles.extents[0] > 1
     if mode is VaeParallelMode.TILE:
         return _tile(operation, tiles, ranks, "as configured")
-    if mode is VaeParallelMode.AUTO:
-        if not can_shard:
-            return _tile(operation, tiles, ranks, "auto: tile is what this family can run")
-        if refusal:
-            return _tile(operation, tiles, ranks, f"auto: {refusal}")
-        grid = _best_grid(ranks, latents)
-        if grid is None:
-            return _tile(operation, tiles, ranks, f"auto: {_too_small(latents, ranks)}")
-        return _shard(operation, grid, latents, chunked, "auto: no redundant work")
-    forced = _forced_grid(mode, ranks, latents)
-    if forced is None:
-        return _tile(operation, tiles, ranks, f"{mode}: {_too_small(latents, ranks)}", fallback=True)
-    return _shard(operation, forced, latents, chunked, "as configured", mode)
+    if mode is VaeParallelMode.AUTO and (refusal or not can_shard):
+        return _tile(operation, tiles, ranks, f"auto: {refusal if can_shard else 'tile is what this family can run'}")
+    chunked = chunked and tiles.extents[0] > 1
+    shard, reason = _try_shard(operation, mode, ranks, latents, chunked)
+    return shard or _tile(operation, tiles, ranks, reason, fallback=mode is not VaeParallelMode.AUTO)
 
 
 def select_untiled(operation: Operation, mode: VaeParallelMode, ranks: int, latents: tuple[int, int]) -> Decision:
@@ -142,15 +133,21 @@ def select_untiled(operation: Operation, mode: VaeParallelMode, ranks: int, late
     Args:
         operation, mode, ranks, latents: As for `select_strategy`.
     """
+    shard, reason = _try_shard(operation, mode, ranks, latents, chunked=False)
+    return shard or Decision(operation, Strategy.DIRECT, reason, fallback=mode is not VaeParallelMode.AUTO)
+
+
+def _try_shard(
+    operation: Operation, mode: VaeParallelMode, ranks: int, latents: tuple[int, int], chunked: bool
+) -> tuple[Decision | None, str]:
+    """The shard that ``mode`` takes, and why it or none."""
     if mode is VaeParallelMode.AUTO:
-        grid = _best_grid(ranks, latents)
-        if grid is None:
-            return Decision(operation, Strategy.DIRECT, f"auto: {_too_small(latents, ranks)}")
-        return _shard(operation, grid, latents, False, "auto: no redundant work")
-    grid = _forced_grid(mode, ranks, latents)
+        grid, reason, forced = _best_grid(ranks, latents), "auto: no redundant work", None
+    else:
+        grid, reason, forced = _forced_grid(mode, ranks, latents), "as configured", mode
     if grid is None:
-        return Decision(operation, Strategy.DIRECT, f"{mode}: {_too_small(latents, ranks)}", fallback=True)
-    return _shard(operation, grid, latents, False, "as configured", mode)
+        return None, f"{mode}: {latents[0]}x{latents[1]} latents cannot give each of {ranks} ranks a row or column"
+    return _shard(operation, grid, latents, chunked, reason, forced), reason
 
 
 def _tile(operation: Operation, tiles: TileGrid, ranks: int, reason: str, fallback: bool = False) -> Decision:
@@ -203,10 +200,6 @@ def _chunk(positions: int, ranks: int) -> int:
     """
     wanted = next((k for k in (1, 2) if positions * k >= _ENOUGH_POSITIONS), 4)
     return wanted if wanted < 2 * ranks else 2
-
-
-def _too_small(latents: tuple[int, int], ranks: int) -> str:
-    return f"{latents[0]}x{latents[1]} latents cannot give each of {ranks} ranks a row or column"
 
 
 def _forced_grid(mode: VaeParallelMode, ranks: int, latents: tuple[int, int]) -> RankGrid | None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, Iden
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedError
+from .arguments import PLAIN_TYPES
 from .spec import Operation, Vae
 
 
@@ -68,7 +69,7 @@ def switches(vae: Vae) -> dict[str, Any]:
 
 def twin_of(vae: Vae) -> Vae:
     """The same autoencoder without values, of the same class and set as ``vae`` is."""
-    twin = _made(type(vae), dict(vae.config), vae.dtype)
+    twin = make_blank(type(vae), vae.config, vae.dtype)
     vars(twin).update(switches(vae))
     return twin
 
@@ -82,7 +83,7 @@ def plan(vae: Vae, base: type, operation: Operation, shape: tuple[int, ...], arg
         shape: Of the input.
         args, kwargs: Further arguments of the call.
     """
-    set_on_it = tuple(sorted((name, value) for name, value in switches(vae).items() if _is_plain(value)))
+    set_on_it = tuple(sorted((name, value) for name, value in switches(vae).items() if isinstance(value, PLAIN_TYPES)))
     config = json.dumps(dict(vae.config), sort_keys=True, default=str)
     further = tuple(_Blank.of(value) for value in args), tuple((k, _Blank.of(v)) for k, v in sorted(kwargs.items()))
     return _plan(base, config, set_on_it, vae.dtype, operation, shape, further)
@@ -112,18 +113,18 @@ class _Blank:
     def of(cls, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return cls(tuple(value.shape), value.dtype)
-        return value if _is_plain(value) else None
+        return value if isinstance(value, PLAIN_TYPES) else None
 
     @staticmethod
     def fill(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Blank) else value
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None)))
+def make_blank(base: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """An autoencoder of class ``base`` on `torch.device("meta")`; names in ``config`` that it does not take are left.
 
-
-def _made(base: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    It is in evaluation mode.
+    """
     given = {name: config[name] for name in inspect.signature(base.__init__).parameters if name in config}
     with torch.device("meta"):
         twin = base(**given)
@@ -133,7 +134,7 @@ def _made(base: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 @lru_cache(maxsize=8)
 def _twin(base: Any, config: str, dtype: torch.dtype) -> Any:
-    return _made(base, json.loads(config), dtype)
+    return make_blank(base, json.loads(config), dtype)
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ import torch
 from ..config import VaeParallelMode
 from ..errors import UnsupportedError
 from ..geometry import AxisTiling
-from .arguments import content, random_state
+from .arguments import call_facts
 from .mixin import DistributedVaeMixin
 from .policy import Decision, Strategy, select_untiled
 from .sharded import run_sharded
@@ -138,13 +138,7 @@ class UntiledVaeMixin(DistributedVaeMixin):
             if state is None or decision is None or not decision.sharded:
                 return getattr(base, operation.value)(self, x, *args, **kwargs)
             call = plan(self, base, operation, tuple(x.shape), args, kwargs)
-            facts: dict[str, object] = {
-                "operation": operation.value,
-                "weights": str(self.dtype),
-                "arguments": [*map(content, args), *sorted((name, content(value)) for name, value in kwargs.items())],
-            }
-            if call.draws:
-                facts["random state"] = random_state(x.device)
+            facts = call_facts(operation.value, self.dtype, args, kwargs, x.device if call.draws else None)
             result = run_sharded(
                 state.groups,
                 _Planned(self.spec.facts, call, args),

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ConfigurationError
 from ..measure.statistics import Spread
+from .drawing import save_png
 
 _CHARACTERS = 50
 _WIDTH = 560
@@ -78,10 +78,7 @@ def draw_png(charts: Sequence[Chart], file: Path) -> None:
             canvas.text((left + _WIDTH + 8, middle), f"{spread.median:.3f} s", fill="black", anchor="lm")
             top += _ROW
         top += _MARGIN
-    try:
-        image.save(file, format="PNG")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {file}: {error.strerror or error}") from None
+    save_png(image, file)
 
 
 def _longest(bars: Sequence[Bar]) -> float:

@@ -11,10 +11,11 @@ from typing import Any
 
 from ..config import VaeConfig
 from ..errors import ConfigurationError
+from .asked import add_size, check_numbers
 from .bars import Chart, draw_png
 from .blank import find_autoencoders
 from .measured_report import bars, bench_text
-from .measuring import add_arguments, check_counts, plan_request, run_request
+from .measuring import add_arguments, plan_request, run_request
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -27,9 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "command starts and ends: one for each accelerator, or of the CPU. Every repeat runs everything once.",
     )
     add_arguments(parser, warmup=3, repeats=20)
-    for name, what in (("height", "Pixels."), ("width", "Pixels."), ("frames", "Frames; 1 for a picture.")):
-        parser.add_argument(f"--{name}", type=int, required=True, metavar="N", help=what)
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="Ranks that share the work.")
+    add_size(parser)
     parser.add_argument(
         "--chunk",
         type=int,
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         EngineError: a rank failed.
         SystemExit: with code 1 when shared tiles are not those of one rank: then the times mean nothing.
     """
-    check_counts(args, "--ranks")
+    check_numbers(args)
     if args.png and not args.png.absolute().parent.is_dir():
         raise ConfigurationError(f"cannot write {args.png}: there is no such folder")
     tiles = VaeConfig(vae_tile_size=args.tile_size, vae_tile_stride=args.tile_stride)

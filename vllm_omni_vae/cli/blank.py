@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,13 +39,6 @@ class Found:
     model: str | None
 
 
-def add_model(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add MODEL|FAMILY to ``parser``, which may also be given as ``--family``; ``what`` it is."""
-    one = parser.add_mutually_exclusive_group(required=True)
-    one.add_argument("model", metavar="MODEL|FAMILY", nargs="?", default=argparse.SUPPRESS, help=what)
-    one.add_argument("--family", dest="model", metavar="FAMILY", help="The same by another name.")
-
-
 def find_autoencoders(model: str) -> list[Found]:
     """Every autoencoder of ``model``, those in pipelines within it too, in the order of ``model_index.json``.
 
@@ -64,19 +56,15 @@ def find_autoencoders(model: str) -> list[Found]:
         folder = checkpoint.descriptions(checkpoint.require(model))
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; or name one of the families {', '.join(FULL_SIZE)}") from None
-    families = _families()
+    from ..autoencoders import families_by_name
+
+    families = families_by_name()
     found = list(_walk("", folder, model, families))
     if not any(one.known for one in found):
         raise UnsupportedError(
             f"{model} has no autoencoder that can be shared among ranks; those that can: {', '.join(families)}"
         )
     return found
-
-
-def _families() -> dict[str, Any]:
-    from ..autoencoders import FAMILIES
-
-    return {family.spec.base_class.__name__: family for family in FAMILIES}
 
 
 def _walk(prefix: str, folder: Path, model: str, families: Mapping[str, Any]) -> Iterator[Found]:
@@ -116,12 +104,10 @@ def make_blank(
     """
     import torch
 
+    from ..autoencoders import families_by_name, twin
     from ..pipelines.components import set_up_vae
 
-    with torch.device("meta"):
-        vae = _families()[config["_class_name"]].from_config(dict(config))
-    torch.nn.Module.to(vae, getattr(torch, dtype))  # diffusers' own `to` writes a line for every cast
-    vae.requires_grad_(False).eval()
+    vae = twin.make_blank(families_by_name()[config["_class_name"]], config, getattr(torch, dtype))
     tiles = VaeConfig(vae_use_tiling=True, vae_tile_size=tile_size, vae_tile_stride=tile_stride)
     set_up_vae(vae, tiles, DiffusionParallelConfig(vae_patch_parallel_size=ranks))
     return vae
@@ -145,28 +131,15 @@ def public_shapes(
     spec = vae.spec
     if asked[0] > 1 and not spec.has_time:
         raise GeometryError(f"{spec.name} is for pictures, not for {asked[0]} frames; give 1")
-    made_channels = spec.channels(vae, Operation.DECODE)
-    colours = spec.finished_shape(vae, spec.shape(1, made_channels, (1, 1, 1)))[1]
+    colours = spec.finished_shape(vae, spec.shape(1, spec.channels(vae, Operation.DECODE), (1, 1, 1)))[1]
     pixels = spec.shape(1, colours, asked)
     seen = spec.seen_extents(vae, Operation.ENCODE, pixels)
     latents = spec.grid(vae, Operation.ENCODE, seen).out_extents
-    made = decoded_extents(vae, latents)
+    made = spec.extents(spec.example(vae, Operation.ENCODE, latents))
     if operation is Operation.DECODE and made != asked:
         raise GeometryError(
             f"{spec.name} cannot decode to {asked[0]} frames of {asked[1]}x{asked[2]}; "
             f"what it can make next to that is {made[0]} frames of {made[1]}x{made[2]}"
         )
-    moments = spec.channels(vae, Operation.ENCODE)
-    small = spec.shape(1, moments // 2, latents)
+    small = spec.example(vae, Operation.DECODE, latents)
     return (pixels, small) if operation is Operation.ENCODE else (small, pixels)
-
-
-def decoded_extents(vae: Any, latents: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Frames, height and width that ``latents`` (T, H, W) are decoded to."""
-    from ..autoencoders import Operation
-
-    spec = vae.spec
-    decoded = spec.grid(vae, Operation.DECODE, latents).out_extents
-    made = spec.finished_shape(vae, spec.shape(1, spec.channels(vae, Operation.DECODE), decoded))
-    frames, height, width = spec.extents(made)
-    return frames, height, width

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
 Span = tuple[int, int]
@@ -67,17 +68,27 @@ def draw_png(panels: Sequence[Panel], file: Path) -> None:
     Raises:
         ConfigurationError: the file cannot be written.
     """
-    from PIL import Image, ImageDraw
+    import PIL.Image
+    import PIL.ImageDraw
 
     scales = [_PANEL / max(panel.rows[-1][1], panel.cols[-1][1]) for panel in panels]
     heights = [_TITLE + round(p.rows[-1][1] * scale) + _MARGIN for p, scale in zip(panels, scales, strict=True)]
-    image = Image.new("RGB", (_PANEL + 2 * _MARGIN, _MARGIN + sum(heights)), "white")
-    canvas = ImageDraw.Draw(image)
+    image = PIL.Image.new("RGB", (_PANEL + 2 * _MARGIN, _MARGIN + sum(heights)), "white")
+    canvas = PIL.ImageDraw.Draw(image)
     colours = _colours(1 + max(owner for panel in panels for owner in panel.owners))
     top = _MARGIN
     for panel, scale, height in zip(panels, scales, heights, strict=True):
         _draw_panel(canvas, panel, scale, top, colours)
         top += height
+    save_png(image, file)
+
+
+def save_png(image: Image, file: Path) -> None:
+    """Write ``image``.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
     try:
         image.save(file, format="PNG")
     except OSError as error:

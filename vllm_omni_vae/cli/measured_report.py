@@ -85,18 +85,13 @@ def _bench_cells(one: ArmResult, untiled: ArmResult) -> tuple[str, ...]:
         f"{max(one.peak_bytes) / 2**20:.1f}",
         "" if quiet else str(sum(one.messages)),
         "" if quiet else f"{sent / 1e6:.2f}",
-        "" if one.comparison is None else difference(one.comparison.to_untiled),
+        "" if one.comparison is None else number(one.comparison.to_untiled.max),
     )
 
 
 def seconds(spread: Spread) -> str:
     """Median and percentiles."""
     return f"{spread.median:.3f} [{spread.p10:.3f} - {spread.p90:.3f}]"
-
-
-def difference(apart: Difference) -> str:
-    """The largest, three digits of it; nothing but 0 reads as 0."""
-    return number(apart.max)
 
 
 def number(value: float) -> str:

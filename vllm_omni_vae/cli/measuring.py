@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..config import VaeConfig, VaeParallelMode
-from ..errors import ConfigurationError, GeometryError, UnsupportedError
+from ..errors import GeometryError, UnsupportedError
 from ..measure.arms import arms_of
 from ..measure.messages import Job, Progress, Source, Work
 from ..measure.result import OperationResult, gather_arms
-from .blank import Found, add_model, make_blank, public_shapes
+from .asked import add_model, add_operation, add_tiles, operations_of
+from .blank import Found, make_blank, public_shapes
 from .full_size import FULL_SIZE
+from .terminal import tell
 
 if TYPE_CHECKING:
     from ..autoencoders.cost import Forecaster
@@ -97,9 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, warmup: int, repeats: int)
     families = ", ".join(FULL_SIZE)
     what = f"Folder or hub name of a diffusers checkpoint, or, for random weights of full size, one of {families}."
     add_model(parser, what)
-    parser.add_argument(
-        "--operation", choices=("encode", "decode", "both"), default="both", help="What to measure. Default: both."
-    )
+    add_operation(parser, "measure")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -108,18 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, warmup: int, repeats: int)
         help=f"Which ways to share: {', '.join(MODES)}. Default: all that the family has.",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="Default: float32.")
-    parser.add_argument(
-        "--tile-size",
-        "--vae-tile-size",
-        metavar="HxW[xT]",
-        help="Tile size in pixels, and frames if a family cuts time.",
-    )
-    parser.add_argument(
-        "--tile-stride",
-        "--vae-tile-stride",
-        metavar="HxW[xT]",
-        help="Pixels, and frames, between the starts of neighbouring tiles.",
-    )
+    add_tiles(parser)
     parser.add_argument(
         "--warmup", type=int, default=warmup, metavar="N", help=f"Rounds that are not timed. Default: {warmup}."
     )
@@ -138,23 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, warmup: int, repeats: int)
         help="Seconds without a step forward after which the ranks are given up. Default: 1800.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, with every number of every rank.")
-
-
-def check_counts(args: argparse.Namespace, ranks_flag: str) -> None:
-    """Refuse numbers that cannot be meant.
-
-    Raises:
-        ConfigurationError: names the flag.
-    """
-    least = {"height": 1, "width": 1, "frames": 1, "repeats": 1, "warmup": 0, "chunk": 1}
-    for name, low in least.items():
-        value = getattr(args, name, None)
-        if value is not None and value < low:
-            raise ConfigurationError(f"--{name} is {value}; it must be at least {low}")
-    if args.ranks < 2:
-        raise ConfigurationError(f"{ranks_flag} is {args.ranks}; one rank has nobody to share with, so give at least 2")
-    if not args.timeout > 0:
-        raise ConfigurationError(f"--timeout is {args.timeout:g}; give a number of seconds above 0")
 
 
 def plan_request(
@@ -179,7 +151,6 @@ def plan_request(
         GeometryError: the autoencoder cannot do this size, or nothing of it would be shared.
         UnsupportedError: a mode that was named and that the family does not have.
     """
-    from ..autoencoders import Operation
     from ..autoencoders.cost import Forecaster
     from ..autoencoders.mixin import check_mode
 
@@ -189,9 +160,8 @@ def plan_request(
     for mode in named:
         check_mode(vae.spec, mode)
     modes = list(dict.fromkeys(named)) or [mode for mode in MODES if mode in vae.spec.modes]
-    operations = tuple(Operation) if args.operation == "both" else (Operation(args.operation),)
     works, made, left_out, auto = [], {}, {}, {}
-    for operation in operations:
+    for operation in operations_of(args):
         shape, made[operation.value] = public_shapes(vae, operation, size)
         runs, left_out[operation.value], auto[operation.value] = _choose(
             Forecaster(vae, operation, shape, chunk), modes, args.ranks
@@ -262,7 +232,7 @@ def run_request(request: Request) -> Measurement:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     finally:
-        _clear()
+        tell("")
     operations = tuple(
         OperationResult(
             work.operation,
@@ -282,12 +252,5 @@ _INTERRUPTED = 130
 
 
 def _show(progress: Progress) -> None:
-    if sys.stderr.isatty():
-        full = round(_BAR * progress.done / progress.total)
-        bar = "#" * full + "." * (_BAR - full)
-        print(f"\r\x1b[K[{bar}] {progress.what}", end="", file=sys.stderr, flush=True)
-
-
-def _clear() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    full = round(_BAR * progress.done / progress.total)
+    tell(f"[{'#' * full}{'.' * (_BAR - full)}] {progress.what}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ..config import VaeConfig, VaeParallelMode
 from ..errors import ConfigurationError, RankError, UnsupportedError
 from ..geometry import deal
-from .blank import add_model, find_autoencoders, make_blank, public_shapes
+from .asked import add_model, add_operation, add_size, add_tiles, check_numbers, operations_of
+from .blank import find_autoencoders, make_blank, public_shapes
 from .drawing import Panel, Span, draw_png
 from .full_size import FULL_SIZE
 from .plan_report import OperationPlan, Plan, Row
+from .terminal import tell
 
 if TYPE_CHECKING:
     from ..autoencoders import Decision, Operation
@@ -41,28 +42,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "sends and how much memory it takes, and what `auto` chooses. Reads JSON only; no weights, no accelerator.",
     )
     add_model(parser, f"Folder or hub name of a diffusers checkpoint, or one of {families}.")
-    parser.add_argument("--height", type=int, required=True, metavar="N", help="Pixels.")
-    parser.add_argument("--width", type=int, required=True, metavar="N", help="Pixels.")
-    parser.add_argument("--frames", type=int, required=True, metavar="N", help="Frames; 1 for a picture.")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="Ranks that share the work.")
-    parser.add_argument(
-        "--operation", choices=("encode", "decode", "both"), default="both", help="What to plan. Default: both."
-    )
+    add_size(parser)
+    add_operation(parser, "plan")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="Default: bfloat16."
     )
-    parser.add_argument(
-        "--tile-size",
-        "--vae-tile-size",
-        metavar="HxW[xT]",
-        help="Tile size in pixels, and frames if a family cuts time. Default: the family's.",
-    )
-    parser.add_argument(
-        "--tile-stride",
-        "--vae-tile-stride",
-        metavar="HxW[xT]",
-        help="Pixels, and frames, between the starts of neighbouring tiles. Default: the family's.",
-    )
+    add_tiles(parser, "Default: the family's.")
     parser.add_argument("--json", action="store_true", help="Print JSON, with every number of every rank.")
     parser.add_argument("--png", type=Path, metavar="FILE", help="Also draw which rank has which part.")
     parser.set_defaults(run=run)
@@ -74,17 +59,10 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: the model, the size, the tiles or the ranks cannot be used.
     """
-    for name in ("height", "width", "frames"):
-        if getattr(args, name) < 1:
-            raise ConfigurationError(f"--{name} is {getattr(args, name)}; it must be at least 1")
-    if args.ranks < 2:
-        raise ConfigurationError(f"--ranks is {args.ranks}; one rank has nobody to share with, so give at least 2")
-    from ..autoencoders import Operation
-
+    check_numbers(args)
     found = next(one for one in find_autoencoders(args.model) if one.known)
     tiles = VaeConfig(vae_tile_size=args.tile_size, vae_tile_stride=args.tile_stride)
     vae = make_blank(found.config, args.dtype, args.ranks, tiles.vae_tile_size, tiles.vae_tile_stride)
-    operations = tuple(Operation) if args.operation == "both" else (Operation(args.operation),)
     plan = Plan(
         args.model,
         vae.spec.name,
@@ -94,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         args.ranks,
         args.dtype,
         sum(tensor.nbytes for tensor in (*vae.parameters(), *vae.buffers())),
-        tuple(_plan(vae, operation, args) for operation in operations),
+        tuple(_plan(vae, operation, args) for operation in operations_of(args)),
     )
     if args.png:
         draw_png(plan.panels(), args.png)
@@ -106,13 +84,13 @@ def _plan(vae: Any, operation: Operation, args: argparse.Namespace) -> Operation
 
     shape, result = public_shapes(vae, operation, (args.frames, args.height, args.width))
     forecaster = Forecaster(vae, operation, shape)
-    _tell(f"{operation}: direct")
+    tell(f"{operation}: direct")
     direct = forecaster.direct()
     rows = [Row("direct", "runs", direct.decision.reason, direct)]
     for mode in _MODES:
-        _tell(f"{operation}: {mode}")
+        tell(f"{operation}: {mode}")
         rows.append(_row(forecaster, mode, args))
-    _tell("")
+    tell("")
     return OperationPlan(operation, shape, result, tuple(rows))
 
 
@@ -164,9 +142,3 @@ def _spans(starts: Sequence[int], extent: int, pixels: int) -> tuple[Span, ...]:
     """First pixel, and the pixel after the last, of parts that begin at ``starts`` of ``extent`` units."""
     scaled = [start * (pixels // extent) for start in starts]
     return tuple(zip(scaled, [*scaled[1:], pixels], strict=True))
-
-
-def _tell(what: str) -> None:
-    """Show on a terminal what is being counted."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)

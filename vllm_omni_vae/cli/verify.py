@@ -8,17 +8,15 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config import TileExtent, VaeConfig
 from ..errors import ConfigurationError, GeometryError
-from .blank import Found, decoded_extents, find_autoencoders, make_blank
+from .asked import check_numbers
+from .blank import Found, find_autoencoders, make_blank
 from .measured_report import verify_text
-from .measuring import Request, add_arguments, check_counts, plan_request, run_request
+from .measuring import Request, add_arguments, plan_request, run_request
 from .table import align
-
-if TYPE_CHECKING:
-    pass
 
 _TILE, _STRIDE = 8, 5
 """Tile size and stride in latents, where none is given."""
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         EngineError: a rank failed.
         SystemExit: with code 1 when a promise is not kept.
     """
-    check_counts(args, "--vae-patch-parallel-size")
+    check_numbers(args, "--vae-patch-parallel-size")
     if (args.height is None) != (args.width is None):
         raise ConfigurationError("only one of --height and --width is given; give both, or none for a small size")
     tiles = VaeConfig(vae_tile_size=args.tile_size, vae_tile_stride=args.tile_stride)
@@ -112,8 +110,11 @@ def _components(model: str, parts: Sequence[_Part]) -> str:
 
 def _request(found: Found, args: argparse.Namespace, tiles: VaeConfig) -> Request:
     """The sizes that were given, and small ones that need several tiles where none was."""
+    from ..autoencoders import Operation
+
     blank = make_blank(found.config, args.dtype, args.ranks, tiles.vae_tile_size, tiles.vae_tile_stride)
-    few, high, wide = decoded_extents(blank, (_TIME if blank.spec.has_time else 1, _PROBE, _PROBE))
+    probe = (_TIME if blank.spec.has_time else 1, _PROBE, _PROBE)
+    few, high, wide = blank.spec.extents(blank.spec.example(blank, Operation.ENCODE, probe))
     height, width = high // _PROBE, wide // _PROBE
     if args.height is None and args.tile_size is None and args.tile_stride is None:
         small = TileExtent(_TILE * height, _TILE * width), TileExtent(_STRIDE * height, _STRIDE * width)

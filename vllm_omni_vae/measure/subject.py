@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..autoencoders import FAMILIES, Decision, Operation, ParallelState, distribute
+from ..autoencoders import Decision, Operation, ParallelState, distribute, families_by_name
 from ..autoencoders.compare import noise, run, run_alone, run_exactly
 from ..autoencoders.mixin import DistributedVaeMixin
 from ..autoencoders.twin import switches
@@ -109,7 +109,7 @@ def load(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _family(class_name: str) -> type[DistributedVaeMixin]:
-    families = {family.spec.base_class.__name__: family for family in FAMILIES}
+    families = families_by_name()
     if class_name not in families:
         raise UnsupportedError(f"{class_name} cannot be shared among ranks; those that can: {', '.join(families)}")
     return families[class_name]

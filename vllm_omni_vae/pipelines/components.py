@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
@@ -69,10 +70,11 @@ def set_up_vae(vae: Any, config: VaeConfig, parallel: DiffusionParallelConfig) -
 
 
 def _switch_on(vae: Any, method: str, flag: str) -> None:
-    try:
-        getattr(vae, method)()
-    except (AttributeError, NotImplementedError):
-        logger.warning("%s does nothing for %s, which has no %s", flag, type(vae).__name__, method)
+    with contextlib.suppress(NotImplementedError):
+        if hasattr(vae, method):
+            getattr(vae, method)()
+            return
+    logger.warning("%s does nothing for %s, which has no %s", flag, type(vae).__name__, method)
 
 
 def self_test(vaes: dict[str, Any], reports: Sequence[ComponentReport]) -> list[ComponentReport]:

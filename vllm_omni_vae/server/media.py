@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finished clip as files: H.264 video with AAC sound, a still, a sheet of stills. All of it blocking; run it in a
-thread."""
+"""A finished clip as files: video with its sound, a still, a sheet of stills. It blocks; run it in a thread."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .extended import carriers, extend, extension
 from .halo import Edge, pad_with_halos
 from .layout import ShardLayout
 from .refused import refusals
-from .time import along_time, frame_mask, pools, transposed
+from .time import along_time, each, frame_mask, pools, transposed
 
 Handler = Callable[..., Any]
 
@@ -107,7 +107,7 @@ class Operators:
             groups: int = 1,
         ) -> torch.Tensor:
             dims = weight.dim() - 2
-            strides, dilations = _each(stride, dims), _each(dilation, dims)
+            strides, dilations = each(stride, dims), each(dilation, dims)
             reach = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
             pads = _paddings(padding, reach, dims)
             ready = extension(input)
@@ -218,7 +218,7 @@ class Operators:
         if size is None:
             factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * dims
         else:
-            factors = [to / have for to, have in zip(_each(size, dims), input.shape[2:], strict=True)]
+            factors = [to / have for to, have in zip(each(size, dims), input.shape[2:], strict=True)]
         whole = dims > 1 and all(f is not None and float(f) == int(f) and f >= 1 for f in factors[-2:])
         if size is not None and factors[-2] != factors[-1]:  # a size that is not a piece's, but the whole map's
             whole = False
@@ -244,19 +244,15 @@ class Operators:
         plain = {"padding": [0, 0], "dilation": [1, 1]}
 
         def checked(input: torch.Tensor, kernel_size: Any, stride: Any = None, *args: Any, **kwargs: Any) -> Any:
-            kernel = _each(kernel_size, 2)
+            kernel = each(kernel_size, 2)
             given = dict(zip(last, args, strict=False)) | kwargs
-            other = any(_each(given[key], 2) != value for key, value in plain.items() if key in given)
-            other = other or (_each(stride, 2) if stride else kernel) != kernel
+            other = any(each(given[key], 2) != value for key, value in plain.items() if key in given)
+            other = other or (each(stride, 2) if stride else kernel) != kernel
             if indices or other or any(input.shape[d] % k for d, k in zip((-2, -1), kernel, strict=True)):
                 raise UnsupportedError(f"{name} of {kernel} that is not cut where shards are is not known on a shard")
             return function(input, kernel_size, stride, *args, **kwargs)
 
         return checked
-
-
-def _each(value: Any, dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else (list(value) * dims if len(value) == 1 else list(value))
 
 
 def _paddings(padding: Any, reach: list[int], dims: int) -> list[int]:
@@ -266,7 +262,7 @@ def _paddings(padding: Any, reach: list[int], dims: int) -> list[int]:
         if any(r % 2 == 0 for r in reach):
             raise UnsupportedError("a convolution with padding 'same' and an even reach is not known on a shard")
         return [(r - 1) // 2 for r in reach]
-    return _each(padding, dims)
+    return each(padding, dims)
 
 
 def _edge(function: Handler, reach: int, stride: int, pad: int) -> Edge:

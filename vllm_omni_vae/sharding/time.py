@@ -73,7 +73,7 @@ def _pool1d(layout: ShardLayout, function: Handler) -> Handler:
 
 def _pool3d(layout: ShardLayout, function: Handler) -> Handler:
     def pool(input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any) -> Any:
-        kernel, steps, pads = (_three(value) for value in (kernel_size, stride or kernel_size, padding))
+        kernel, steps, pads = (each(value, 3) for value in (kernel_size, stride or kernel_size, padding))
         ready = extension(input) or {}
         for dim in (-2, -1):
             added = ready.get(dim, Edge())
@@ -100,7 +100,7 @@ def transposed(layout: ShardLayout, function: Handler) -> Handler:
         **kwargs: Any,
     ) -> torch.Tensor:
         dims = weight.dim() - 2
-        steps, pads, more = (_each(value, dims) for value in (stride, padding, output_padding))
+        steps, pads, more = (each(value, dims) for value in (stride, padding, output_padding))
         for dim in (-2, -1):
             if layout.sharded(dim) and (weight.shape[dim] != steps[dim] or pads[dim] or more[dim]):
                 raise UnsupportedError(
@@ -112,9 +112,6 @@ def transposed(layout: ShardLayout, function: Handler) -> Handler:
     return convolve
 
 
-def _three(value: Any) -> list[int]:
-    return _each(value, 3)
-
-
-def _each(value: Any, dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else list(value)
+def each(value: Any, dims: int) -> list[int]:
+    """An argument that torch takes as one number or as one for each dim, as the latter."""
+    return [value] * dims if isinstance(value, int) else (list(value) * dims if len(value) == 1 else list(value))

@@ -2,6 +2,7 @@
 """Tiny LTX-2.0 and LTX-2.3 pipelines with sound: the real stages, ratios and channel relations, narrow layers."""
 
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,18 @@ _AUDIO_LATENT_CHANNELS = 4
 _AUDIO_PACKED = _AUDIO_LATENT_CHANNELS * _MEL_BINS // 4
 """Channels of an audio token; the audio VAE's statistics have as many entries as its base channels, so those too."""
 _STEREO = 2
+
+DECODER_2_3: Mapping[str, Any] = {
+    "decoder_block_out_channels": (8, 16, 16, 32),
+    "decoder_layers_per_block": (1, 1, 1, 1, 1),
+    "decoder_spatio_temporal_scaling": (True, True, True, True),
+    "decoder_inject_noise": (False, False, False, False, False),
+    "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+    "upsample_residual": (False, False, False, False),
+    "upsample_factor": (2, 2, 1, 2),
+    "decoder_spatial_padding_mode": "zeros",
+}
+"""LTX-2.3's video decoder with narrow layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,16 +186,7 @@ def _vae(variant: _Variant, generator: torch.Generator) -> AutoencoderKLLTX2Vide
         "decoder_spatial_padding_mode": "reflect",
     }
     if variant.v23:
-        decoder = {
-            "decoder_block_out_channels": (8, 16, 16, 32),
-            "decoder_layers_per_block": (1, 1, 1, 1, 1),
-            "decoder_spatio_temporal_scaling": (True, True, True, True),
-            "decoder_inject_noise": (False, False, False, False, False),
-            "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-            "upsample_residual": (False, False, False, False),
-            "upsample_factor": (2, 2, 1, 2),
-            "decoder_spatial_padding_mode": "zeros",
-        }
+        decoder = dict(DECODER_2_3)
     return randomize(
         AutoencoderKLLTX2Video(
             latent_channels=_LATENT_CHANNELS,

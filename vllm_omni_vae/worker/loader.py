@@ -15,7 +15,7 @@ import diffusers
 import torch
 
 from .. import checkpoint
-from ..autoencoders import FAMILIES
+from ..autoencoders import FAMILIES, families_by_name
 from ..autoencoders.mixin import check_mode
 from ..config import EngineConfig
 from ..errors import UnsupportedError
@@ -113,7 +113,7 @@ def _check_modes(folder: Path, config: EngineConfig) -> None:
 
 def _vae_entries(folder: Path) -> dict[str, Any]:
     """Components of ``model_index.json`` whose class is a known autoencoder, with that class."""
-    by_name = {family.spec.base_class.__name__: family.spec.base_class for family in FAMILIES}
+    by_name = {name: family.spec.base_class for name, family in families_by_name().items()}
     entries = read_json(folder / checkpoint.INDEX).items()
     return {name: by_name[entry[1]] for name, entry in entries if isinstance(entry, list) and entry[-1] in by_name}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
 
+from tests.helpers.tiles import tiles_by_hand
 from tests.helpers.vaes import VAES, count_calls, decisions, latents, on_ranks, pixels, run_public, tiny_vae
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLLTX2Video, Operation, Strategy
 from vllm_omni_vae.config import VaeParallelMode
@@ -196,32 +197,6 @@ class TestGrids:
             assert "at a time" not in said
 
 
-def tiles_by_hand(plain: Any, z: torch.Tensor) -> torch.Tensor:
-    """Every tile decoded by itself, a leftover of one latent joined to the one before; blended as diffusers does."""
-    tile, stride = 4, 3
-    cuts = []
-    for extent in z.shape[-2:]:
-        starts = [start for start in range(0, extent, stride) if extent - start >= 2]
-        stops = [min(start + tile, extent) for start in starts[:-1]] + [extent]
-        kept = [stride * RATIO] * (len(starts) - 1) + [extent * RATIO]
-        cuts.append(list(zip(starts, stops, kept, strict=True)))
-    rows: list[list[torch.Tensor]] = []
-    whole = []
-    for i, (top, bottom, kept_height) in enumerate(cuts[0]):
-        rows.append([])
-        kept_row = []
-        for j, (left, right, kept_width) in enumerate(cuts[1]):
-            sample = plain.decoder(z[..., top:bottom, left:right])
-            if i:
-                sample = plain.blend_v(rows[i - 1][j], sample, (tile - stride) * RATIO)
-            if j:
-                sample = plain.blend_h(rows[i][j - 1], sample, (tile - stride) * RATIO)
-            rows[i].append(sample)
-            kept_row.append(sample[..., :kept_height, :kept_width])
-        whole.append(torch.cat(kept_row, -1))
-    return torch.cat(whole, -2)
-
-
 def tiling_error(plain: Any, z: torch.Tensor, sample: torch.Tensor) -> float:
     """Root mean square of what tiles change in the un-tiled sample."""
     return float((sample - untiled(plain, DECODE, z)).square().mean().sqrt())
@@ -251,7 +226,8 @@ class TestThinTiles:
 
         sample, grid = on_ranks(2, plain, body)[0]
         assert grid == (1, rows, cols)
-        assert torch.equal(sample, tiles_by_hand(plain, z))
+        by_hand = tiles_by_hand(plain, plain.decoder, z, (4, 4), (3, 3), 2, lambda units: units * RATIO)
+        assert torch.equal(sample, by_hand)
         # Not much further from un-tiled than diffusers' tiles of a size that it can do; both errors are large, because
         # a tiny random VAE sees to the other side of such tiles.
         usual = latents(plain, 2, 8, 9)
