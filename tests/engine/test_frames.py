@@ -12,7 +12,7 @@ from tests.engine.processes import children
 from tests.engine.reference import Reference
 from vllm_omni_vae.engine.engine import Engine
 from vllm_omni_vae.errors import Cancelled
-from vllm_omni_vae.pipelines.request import ComponentReport, GenerationRequest, GenerationResult, Stage, Task
+from vllm_omni_vae.pipelines.request import ComponentReport, GenerationRequest, GenerationResult, Stage
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +65,7 @@ def request_of(engine: Engine, family: str, clip: Clip, *, with_image: bool) -> 
 def check_clips(engine: Engine, name: str, ranks: int, reference: Reference, *, tolerance: int = 0) -> None:
     """Make `CLIPS` for every task of the engine's model and compare frames and decisions."""
     family = SETUPS[name].family
-    for with_image in (task is Task.IMAGE_TO_VIDEO for task in sorted(engine.card.tasks)):
+    for with_image in (task.needs_image for task in sorted(engine.card.tasks)):
         for clip in CLIPS:
             request = request_of(engine, family, clip, with_image=with_image)
             result = run(engine, request)

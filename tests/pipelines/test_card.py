@@ -21,6 +21,8 @@ A14B = {"width": 832, "height": 480, "num_frames": 81, "fps": 16}
 TI2V_5B = {"width": 1280, "height": 704, "num_frames": 121, "fps": 24}
 T2V, I2V = "WanPipeline", "WanImageToVideoPipeline"
 
+_TAKES = frozenset({"negative_prompt", "guidance_scale", "flow_shift"})
+
 CARDS = {
     "wan2.1-t2v": (T2V, TEXT, 16, 1, A14B | {"num_inference_steps": 50, "guidance_scale": 5.0}),
     "wan2.1-i2v": (I2V, IMAGE, 16, 1, A14B | {"num_inference_steps": 50, "guidance_scale": 5.0}),
@@ -40,7 +42,8 @@ def test_every_family_has_its_card(family: str, checkpoints: Mapping[str, Path])
         spatial_multiple=multiple,
         temporal_ratio=4,
         defaults=SamplingDefaults(**defaults),
-        experts=experts,
+        takes=_TAKES if experts == 1 else _TAKES | {"guidance_scale_2", "boundary_ratio"},
+        max_references=2 if tasks in (IMAGE, TEXT) else 1,
     )
 
 

@@ -15,7 +15,7 @@ from vllm_omni_vae import checkpoint, tiny
 from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig
 from vllm_omni_vae.errors import ConfigurationError, RequestError
 from vllm_omni_vae.pipelines.ltx2 import Ltx2Profile, guidance
-from vllm_omni_vae.pipelines.request import GenerationRequest, ModelCard, SamplingDefaults, Task
+from vllm_omni_vae.pipelines.request import VIDEO_TASKS, GenerationRequest, ModelCard, SamplingDefaults
 
 FAMILIES = {"ltx2-t2v": "LTX2Pipeline", "ltx2-i2v": "LTX2ImageToVideoPipeline", "ltx2.3-t2v": "LTX2Pipeline"}
 PICTURE = np.zeros((64, 64, 3), np.uint8)
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_either_class_does_both_tasks(family: str, checkpoints: 
     newer = family.startswith("ltx2.3")
     assert found.profile().card(found.folder) == ModelCard(
         pipeline_class=FAMILIES[family],
-        tasks=frozenset(Task),
+        tasks=VIDEO_TASKS,
         spatial_multiple=32,
         temporal_ratio=8,
         defaults=SamplingDefaults(

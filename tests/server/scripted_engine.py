@@ -15,22 +15,22 @@ from vllm_omni_vae.engine.api import Health, JobHandle, Listener, Progress, Star
 from vllm_omni_vae.errors import Cancelled
 from vllm_omni_vae.pipelines.profile import PipelineProfile
 from vllm_omni_vae.pipelines.request import (
+    VIDEO_TASKS,
     ComponentReport,
     GenerationRequest,
     GenerationResult,
     ModelCard,
     SamplingDefaults,
     Stage,
-    Task,
 )
 
 CARD = ModelCard(
     pipeline_class="ScriptedPipeline",
-    tasks=frozenset(Task),
+    tasks=VIDEO_TASKS,
     spatial_multiple=16,
     temporal_ratio=4,
     defaults=SamplingDefaults(width=64, height=48, num_frames=5, fps=16, num_inference_steps=4, guidance_scale=5.0),
-    experts=2,
+    takes=frozenset({"negative_prompt", "guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift"}),
 )
 DECISION = {"component": "vae", "operation": "decode", "strategy": "tile"}
 

@@ -19,7 +19,7 @@ import numpy as np
 from .. import checkpoint
 from ..config import EngineConfig
 from ..errors import Cancelled, ConfigurationError, EngineError, RequestError
-from ..pipelines.request import RANGES, ComponentReport, GenerationRequest, GenerationResult, Task
+from ..pipelines.request import RANGES, ComponentReport, GenerationRequest, GenerationResult
 from ..worker.messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, StageProgress
 from ..worker.multiproc import RankStalled, WorkerGroup
 from .api import Health, JobEvent, JobHandle, Listener, Progress, Started
@@ -117,9 +117,10 @@ class Engine:
         if unknown:
             known = ", ".join(sorted({*RANGES, "negative_prompt"}))
             raise ConfigurationError(f"default_sampling_params has no field {', '.join(unknown)}; it has {known}")
-        pictures = () if Task.TEXT_TO_VIDEO in self.card.tasks else (np.zeros((1, 1, 3), np.uint8),)
+        card = self.card
+        pictures = (np.zeros((1, 1, 3), np.uint8),) if all(task.needs_image for task in card.tasks) else ()
         try:
-            self.resolve(GenerationRequest(prompt="", images=pictures))
+            self.resolve(GenerationRequest(prompt="", medium=card.medium, images=pictures))
         except RequestError as error:
             raise ConfigurationError(f"default_sampling_params: {error}") from None
 

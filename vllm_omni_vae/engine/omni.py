@@ -59,16 +59,17 @@ class Omni:
     def generate(
         self, prompt: str, *, image: Any = None, images: Sequence[Any] = (), **fields: Any
     ) -> GenerationResult:
-        """Make one clip and wait for it.
+        """Make one clip, or the images of an image model, and wait for it.
 
         Args:
             prompt: What to show.
-            image: Reference picture: a PIL image or ``(H, W, 3)`` uint8 pixels, of the clip's size.
+            image: Reference picture: a PIL image or ``(H, W, 3)`` uint8 pixels; of a clip's size, for a clip. A model
+                that takes transparency gets ``(H, W, 4)``.
             images: Several reference pictures, where the model takes more than one.
-            fields: Any other field of `GenerationRequest`, e.g. ``width``, ``num_frames``, ``seed``.
+            fields: Any other field of `GenerationRequest`, e.g. ``width``, ``num_frames``, ``num_images``, ``seed``.
 
         Returns:
-            Frames, seed, seconds per stage and the VAE's decisions.
+            Frames or images, seed, seconds per stage and the VAE's decisions.
 
         Raises:
             RequestError: the model cannot make it exactly.
@@ -76,8 +77,10 @@ class Omni:
         """
         if image is not None and images:
             raise RequestError("image and images were both given; give one of them", param="image", status=400)
-        pictures = tuple(_pixels(picture) for picture in ([image] if image is not None else images))
-        request = self._engine.resolve(GenerationRequest(prompt=prompt, images=pictures, **fields))
+        card = self._engine.card
+        given = [image] if image is not None else images
+        pictures = tuple(_pixels(picture, transparency=card.transparency) for picture in given)
+        request = self._engine.resolve(GenerationRequest(prompt=prompt, medium=card.medium, images=pictures, **fields))
         return self._engine.submit(request, job_id=f"offline-{next(self._ids)}").future.result()
 
     def close(self) -> None:
@@ -91,10 +94,11 @@ class Omni:
         self.close()
 
 
-def _pixels(picture: Any) -> Frames:
-    pixels = np.asarray(picture.convert("RGB") if hasattr(picture, "convert") else picture)
-    if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+def _pixels(picture: Any, *, transparency: bool) -> Frames:
+    pixels = np.asarray(picture.convert("RGBA" if transparency else "RGB") if hasattr(picture, "convert") else picture)
+    channels = 4 if transparency else 3
+    if pixels.ndim != 3 or pixels.shape[2] != channels or pixels.dtype != np.uint8:
         raise RequestError(
-            f"a picture must be (H, W, 3) uint8 pixels, not {pixels.shape} {pixels.dtype}", param="image"
+            f"a picture must be (H, W, {channels}) uint8 pixels, not {pixels.shape} {pixels.dtype}", param="image"
         )
     return pixels

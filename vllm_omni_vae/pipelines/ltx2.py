@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, RequestError
 from .profile import Made, PipelineProfile, index_class, read_json
-from .request import GenerationRequest, ModelCard, Range, SamplingDefaults, Task
+from .request import VIDEO_TASKS, GenerationRequest, ModelCard, Range, SamplingDefaults, Task
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -66,7 +66,7 @@ class Ltx2Profile(PipelineProfile):
         steps, guidance = (30, 3.0) if _is_2_3(denoiser) else (40, 4.0)
         return ModelCard(
             pipeline_class=index_class(index),
-            tasks=frozenset(Task),
+            tasks=VIDEO_TASKS,
             spatial_multiple=lcm(_PIPELINE_MULTIPLE, space * denoiser.get("patch_size", 1)),
             temporal_ratio=time,
             defaults=SamplingDefaults(
@@ -112,20 +112,6 @@ class Ltx2Profile(PipelineProfile):
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> GenerationRequest:
         request = super().resolve(request, card, defaults)
-        if len(request.images) > 1:
-            raise RequestError(
-                f"{len(request.images)} reference images were given; this model looks at one",
-                param="input_reference",
-                code="too_many_images",
-            )
-        if request.flow_shift is not None:
-            raise RequestError(
-                "flow_shift means nothing to this model, which shifts its schedule by the size of the clip; "
-                "leave it out",
-                param="flow_shift",
-                code="unsupported_parameter",
-                status=400,
-            )
         if request.num_inference_steps == 1:
             raise RequestError(
                 "num_inference_steps is 1; this model's schedule runs from the first step to the last and needs 2",

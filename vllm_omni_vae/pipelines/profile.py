@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, RequestError
-from .request import RANGES, GenerationRequest, ModelCard, Task
+from .checks import check_numbers, check_taken, check_task
+from .request import GenerationRequest, ModelCard, SamplingDefaults
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ class Made:
     """What a pipeline made of one request. On a rank that does not own decoded samples, values have no meaning.
 
     Attributes:
-        frames: ``(T, C, H, W)`` in 0..1.
+        frames: ``(T, C, H, W)`` in 0..1; of an image T is 1, or its layers.
         samples: ``(channels, n)`` in -1..1, or None without sound.
         rate: Samples per second of each channel.
     """
@@ -88,7 +89,7 @@ class PipelineProfile(ABC):
 
     @abstractmethod
     def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> Made:
-        """Run a loaded diffusers pipeline on a resolved request.
+        """Run a loaded diffusers pipeline once on a resolved request.
 
         Args:
             pipeline: The pipeline of the checkpoint.
@@ -99,6 +100,10 @@ class PipelineProfile(ABC):
     def share_sequence(self, denoiser: Any, config: Any) -> None:
         """Divide the tokens of a loaded ``denoiser`` among its ranks as diffusers' context parallel ``config`` says."""
         denoiser.enable_parallelism(config=config)
+
+    def defaults(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
+        """The model's own values for what ``request`` leaves open."""
+        return card.defaults
 
     def resolve(
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
@@ -113,28 +118,16 @@ class PipelineProfile(ABC):
         Raises:
             RequestError: a value that the model cannot make exactly, with the nearest that it can.
         """
-        if request.task not in card.tasks:
-            wanted = "needs a reference image" if request.task is Task.TEXT_TO_VIDEO else "takes no reference image"
-            raise RequestError(
-                f"{card.pipeline_class} does {', '.join(sorted(card.tasks))}; it {wanted}",
-                param="input_reference",
-                code="unsupported_task",
-                status=400,
-            )
+        check_task(request, card)
+        usual = self.defaults(request, card)
         filled: dict[str, Any] = {}
         for field in dataclasses.fields(request):
             if getattr(request, field.name) is None:
-                value = defaults.get(field.name, getattr(card.defaults, field.name, None))
+                value = defaults.get(field.name, getattr(usual, field.name, None))
                 if value is not None:
                     filled[field.name] = value
         request = dataclasses.replace(request, **filled)
-        for name in RANGES:
-            _check_kind(name, getattr(request, name))
-        for name in ("width", "height"):
-            _check_multiple(name, getattr(request, name), card.spatial_multiple, card.spatial_minimum)
-        _check_frames(request.num_frames, card.temporal_ratio)
-        for name in RANGES:
-            _check_range(name, getattr(request, name))
+        check_numbers(request, card)
         unknown = sorted(set(request.extra_params) - self.extra_params)
         if unknown:
             raise RequestError(
@@ -143,57 +136,5 @@ class PipelineProfile(ABC):
                 param="extra_params",
                 code="unknown_parameter",
             )
-        if card.experts < 2:
-            for name in ("guidance_scale_2", "boundary_ratio"):
-                if getattr(request, name) is not None:
-                    raise RequestError(
-                        f"{name} belongs to models with two experts; this one has one, so leave it out",
-                        param=name,
-                        code="unsupported_parameter",
-                        status=400,
-                    )
+        check_taken(request, card)
         return request
-
-
-def _check_kind(name: str, value: Any) -> None:
-    kinds = (int,) if RANGES[name].whole else (int, float)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-        raise _out_of_range(name, value)
-
-
-def _check_range(name: str, value: Any) -> None:
-    if value is not None and not RANGES[name].low <= value <= RANGES[name].high:
-        raise _out_of_range(name, value)
-
-
-def _out_of_range(name: str, value: Any) -> RequestError:
-    allowed = RANGES[name]
-    kind = "a whole number" if allowed.whole else "a number"
-    return RequestError(f"{name} is {value!r}; give {kind} from {allowed.low:g} to {allowed.high:g}", param=name)
-
-
-def _check_multiple(name: str, value: int | None, multiple: int, minimum: int) -> None:
-    assert value is not None
-    least = max(multiple, -(-minimum // multiple) * multiple)
-    if value < least or value % multiple:
-        near = sorted({max(least, value // multiple * multiple), max(least, -(-value // multiple) * multiple)})
-        from_on = f" from {least} on" if least > multiple else ""
-        raise RequestError(
-            f"{name} {value} cannot be made exactly: this model makes multiples of {multiple} pixels{from_on}; "
-            f"nearest: {' or '.join(map(str, near))}",
-            param=name,
-            code="unsupported_size",
-        )
-
-
-def _check_frames(frames: int | None, ratio: int) -> None:
-    assert frames is not None
-    if frames < 1 or (frames - 1) % ratio:
-        below = max(0, frames - 1) // ratio * ratio + 1
-        near = sorted({below, below + ratio})
-        raise RequestError(
-            f"num_frames {frames} cannot be made exactly: this model makes 1 + {ratio}k frames; "
-            f"nearest: {' or '.join(map(str, near))}",
-            param="num_frames",
-            code="unsupported_frames",
-        )

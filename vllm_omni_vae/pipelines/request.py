@@ -15,11 +15,34 @@ Frames = npt.NDArray[np.uint8]
 Samples = npt.NDArray[np.float32]
 
 
+class Medium(StrEnum):
+    """What a pipeline makes."""
+
+    VIDEO = "video"
+    IMAGE = "image"
+
+
 class Task(StrEnum):
     """What a pipeline makes out of what."""
 
     TEXT_TO_VIDEO = "text-to-video"
     IMAGE_TO_VIDEO = "image-to-video"
+    TEXT_TO_IMAGE = "text-to-image"
+    IMAGE_TO_IMAGE = "image-to-image"
+
+    @property
+    def medium(self) -> Medium:
+        """What comes out."""
+        return Medium.IMAGE if self in (Task.TEXT_TO_IMAGE, Task.IMAGE_TO_IMAGE) else Medium.VIDEO
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether a reference image goes in."""
+        return self in (Task.IMAGE_TO_VIDEO, Task.IMAGE_TO_IMAGE)
+
+
+VIDEO_TASKS = frozenset(task for task in Task if task.medium is Medium.VIDEO)
+IMAGE_TASKS = frozenset(Task) - VIDEO_TASKS
 
 
 class Stage(StrEnum):
@@ -48,35 +71,46 @@ RANGES: Mapping[str, Range] = {
     "num_inference_steps": Range(1, 200),
     "guidance_scale": Range(0, 20, whole=False),
     "guidance_scale_2": Range(0, 20, whole=False),
+    "true_cfg_scale": Range(0, 20, whole=False),
     "boundary_ratio": Range(0, 1, whole=False),
     "flow_shift": Range(0.01, 100, whole=False),
     "seed": Range(0, 2**63 - 1),
+    "num_images": Range(1, 10),
+    "layers": Range(1, 16),
 }
 """The numbers of a `GenerationRequest`, for every way in: HTTP, offline and the operator's defaults."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One clip to make. None means "the model's default"; `PipelineProfile.resolve` fills these in.
+    """One clip, or some images, to make. None means "the model's default"; `PipelineProfile.resolve` fills these in.
 
     Attributes:
         prompt: What to show.
+        medium: What is asked for.
         negative_prompt: What not to show.
-        images: Reference images, each ``(height, width, 3)`` uint8 RGB; the first is the first frame.
+        images: Reference images, each ``(height, width, 3)`` uint8 RGB, or ``(height, width, 4)`` RGBA for a model that
+            takes transparency; of a clip the first is the first frame.
+        mask: Where the first image may change, ``(height, width)`` uint8 of its size: 255 there, 0 elsewhere.
         width, height: Pixels.
         num_frames: Frames of the clip.
         fps: Frames per second of the clip.
         num_inference_steps: Denoising steps.
         guidance_scale, guidance_scale_2: Classifier-free guidance, of the first and second expert.
+        true_cfg_scale: Classifier-free guidance of a model whose ``guidance_scale`` is something else.
         boundary_ratio: Share of the schedule at which the second expert takes over.
         flow_shift: Shift of the flow-matching schedule.
-        seed: Seed of every random draw.
+        seed: Seed of every random draw; of several images the first has it, the next the number after it, and so on.
+        num_images: Images to make, one after the other.
+        layers: Transparent layers that each image is made of.
         extra_params: Further arguments that the pipeline's profile understands.
     """
 
     prompt: str
+    medium: Medium = Medium.VIDEO
     negative_prompt: str | None = None
     images: tuple[Frames, ...] = ()
+    mask: Frames | None = None
     width: int | None = None
     height: int | None = None
     num_frames: int | None = None
@@ -84,15 +118,30 @@ class GenerationRequest:
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     guidance_scale_2: float | None = None
+    true_cfg_scale: float | None = None
     boundary_ratio: float | None = None
     flow_shift: float | None = None
     seed: int | None = None
+    num_images: int | None = None
+    layers: int | None = None
     extra_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def task(self) -> Task:
-        """The task this request belongs to, by whether it brings an image."""
+        """The task this request belongs to, by what it asks for and whether it brings an image."""
+        if self.medium is Medium.IMAGE:
+            return Task.IMAGE_TO_IMAGE if self.images else Task.TEXT_TO_IMAGE
         return Task.IMAGE_TO_VIDEO if self.images else Task.TEXT_TO_VIDEO
+
+    @property
+    def runs(self) -> int:
+        """How often the pipeline runs for it: once for a clip, once for each image."""
+        return self.num_images or 1
+
+    @property
+    def pictures(self) -> int | None:
+        """Pictures that one run makes: frames of a clip, layers of an image, or the one image."""
+        return self.num_frames if self.medium is Medium.VIDEO else self.layers or 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,20 +159,21 @@ class Audio:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """A finished clip.
+    """A finished clip, or finished images.
 
     Attributes:
-        frames: ``(T, H, W, 3)`` uint8 RGB.
-        fps: Frames per second.
+        frames: ``(T, H, W, 3)`` uint8 RGB. Of images: one after the other, each with its layers, bottom first;
+            ``(T, H, W, 4)`` RGBA from a model that makes transparency.
+        fps: Frames per second; None of images.
         audio: Its sound; None from a model that makes none.
-        seed: The seed that was used; the same request with it gives the same frames.
+        seed: The seed that was used; the same request with it gives the same pixels.
         stage_durations: Seconds per stage on the output rank (`Stage` values as keys).
         decisions: The VAE strategies that ran, one JSON-ready mapping for each distinct decision.
         peak_memory_mb: Peak memory per rank in MiB: of the accelerator, or of the process where there is none.
     """
 
     frames: Frames
-    fps: int
+    fps: int | None = None
     audio: Audio | None = None
     seed: int
     stage_durations: Mapping[str, float]
@@ -137,10 +187,26 @@ class SamplingDefaults:
 
     width: int
     height: int
-    num_frames: int
-    fps: int
+    num_frames: int | None = None
+    fps: int | None = None
     num_inference_steps: int
-    guidance_scale: float
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    num_images: int | None = None
+    layers: int | None = None
+
+
+OPTIONAL: Mapping[str, str] = {
+    "negative_prompt": "models with classifier-free guidance",
+    "guidance_scale": "models that are guided by it",
+    "guidance_scale_2": "models with two experts",
+    "true_cfg_scale": "image models with classifier-free guidance besides their guidance_scale",
+    "boundary_ratio": "models with two experts",
+    "flow_shift": "models whose schedule a number shifts",
+    "mask": "image models that fill in a part",
+    "layers": "models of layered images",
+}
+"""Fields of a `GenerationRequest` that not every model has a use for, and whose they are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +217,11 @@ class ModelCard:
         pipeline_class: ``_class_name`` of ``model_index.json``.
         tasks: What it can be asked for.
         spatial_multiple: Width and height must be multiples of this many pixels.
-        temporal_ratio: Frames must be ``1 + k * temporal_ratio``.
+        temporal_ratio: Frames of a clip must be ``1 + k * temporal_ratio``.
         defaults: Values for what a request leaves open.
-        experts: Denoisers that share the schedule (2: ``boundary_ratio`` and ``guidance_scale_2`` have a meaning).
+        takes: Which of `OPTIONAL` have a meaning.
+        max_references: Reference images that it looks at, at most.
+        transparency: Whether pixels, in and out, have an alpha channel.
         spatial_minimum: Width and height must be at least this many pixels.
         blocks: Blocks of the denoiser, where a request may name some of them; else 0.
     """
@@ -163,9 +231,16 @@ class ModelCard:
     spatial_multiple: int
     temporal_ratio: int
     defaults: SamplingDefaults
-    experts: int = 1
+    takes: frozenset[str] = frozenset({"negative_prompt", "guidance_scale"})
+    max_references: int = 1
+    transparency: bool = False
     spatial_minimum: int = 1
     blocks: int = 0
+
+    @property
+    def medium(self) -> Medium:
+        """What it makes."""
+        return next(iter(self.tasks)).medium
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, RequestError
 from .profile import Made, PipelineProfile, index_class, read_json
-from .request import GenerationRequest, ModelCard, SamplingDefaults, Task
+from .request import VIDEO_TASKS, GenerationRequest, ModelCard, SamplingDefaults, Task
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _TEXT, _IMAGE = "WanPipeline", "WanImageToVideoPipeline"
 _PIPELINE_MULTIPLE = 16
 _MAX_TOKENS = 512
+_TAKES = frozenset({"negative_prompt", "guidance_scale", "flow_shift"})
+_OF_TWO_EXPERTS = frozenset({"guidance_scale_2", "boundary_ratio"})
 
 
 class WanProfile(PipelineProfile):
@@ -43,11 +45,12 @@ class WanProfile(PipelineProfile):
         ratio = 2 ** sum(map(bool, vae.get("temperal_downsample", (False, True, True))))
         return ModelCard(
             pipeline_class=index_class(index),
-            tasks=frozenset(Task) if both else frozenset({Task.IMAGE_TO_VIDEO if image else Task.TEXT_TO_VIDEO}),
+            tasks=VIDEO_TASKS if both else frozenset({Task.IMAGE_TO_VIDEO if image else Task.TEXT_TO_VIDEO}),
             spatial_multiple=lcm(_PIPELINE_MULTIPLE, vae.get("scale_factor_spatial", 8) * patch[1]),
             temporal_ratio=ratio,
             defaults=_defaults(both, image, experts),
-            experts=experts,
+            takes=_TAKES | _OF_TWO_EXPERTS if experts > 1 else _TAKES,
+            max_references=1 if both else 2,
         )
 
     def refusals(self, folder: Path, config: EngineConfig) -> list[str]:
@@ -73,13 +76,6 @@ class WanProfile(PipelineProfile):
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> GenerationRequest:
         request = super().resolve(request, card, defaults)
-        looked_at = 1 if len(card.tasks) > 1 else 2
-        if len(request.images) > looked_at:
-            raise RequestError(
-                f"{len(request.images)} reference images were given; this model looks at {looked_at} at most",
-                param="input_reference",
-                code="too_many_images",
-            )
         length = request.extra_params.get("max_sequence_length", 1)
         if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= _MAX_TOKENS:
             raise RequestError(

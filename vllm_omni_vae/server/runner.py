@@ -202,7 +202,7 @@ class JobRunner:
                 raise Cancelled(f"{run.job.id} was stopped")
             loop.call_soon_threadsafe(self._store.advance, run.job, Stage.EXPORT, done, total)
 
-        if request.width is None or request.height is None or request.num_frames is None:
+        if request.width is None or request.height is None or request.num_frames is None or result.fps is None:
             raise MediaError("the request was not resolved before it ran")
         export_clip(
             result.frames,

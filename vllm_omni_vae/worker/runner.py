@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class InvalidOutput(Exception):
-    """The pipeline ended without an error, but what it made is no video."""
+    """The pipeline ended without an error, but what it made is no video or image."""
 
 
 def run_job(
@@ -34,7 +34,7 @@ def run_job(
     report: Callable[[Stage, int, int], None],
     is_output: bool,
 ) -> GenerationResult | None:
-    """Collective over the denoiser ranks. Make one clip.
+    """Collective over the denoiser ranks. Make one clip, or the images of one request one after the other.
 
     Args:
         model: What is loaded.
@@ -42,18 +42,18 @@ def run_job(
         denoisers: The denoiser ranks, or None when there is one.
         cancelled: Whether this rank was told to stop; asked after every step and between tiles.
         report: Told of progress.
-        is_output: Whether this rank owns the decoded clip.
+        is_output: Whether this rank owns what is decoded.
 
     Returns:
-        The clip on the output rank, else None.
+        The clip or images on the output rank, else None.
 
     Raises:
         Cancelled: on every denoiser rank in the same step.
-        InvalidOutput: the clip has the wrong number of frames, or frames or sound have values that are not finite.
+        InvalidOutput: the wrong number of pictures, or values of pictures or sound that are not finite.
     """
-    assert request.seed is not None and request.num_frames is not None and request.num_inference_steps is not None
-    assert request.fps is not None
+    assert request.seed is not None
     clock = StageClock()
+    begun = 0
 
     def check() -> None:
         if cancelled():
@@ -64,7 +64,7 @@ def run_job(
             check()
 
     def on_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        report(Stage.DENOISE, step + 1, pipeline.num_timesteps)
+        report(Stage.DENOISE, begun * pipeline.num_timesteps + step + 1, request.runs * pipeline.num_timesteps)
         if denoisers is None:
             check()
         else:
@@ -72,23 +72,26 @@ def run_job(
         return tensors
 
     watch = VaeWatch(list(model.vaes.values()), list(model.sound.values()), clock, report, check, check_alone)
-    torch.manual_seed(request.seed)
-    generator = torch.Generator("cpu").manual_seed(request.seed)
+    results = []
     clock.enter(Stage.DENOISE)
     try:
         with torch.no_grad(), watch.watching():
-            made = model.profile.call(model.pipeline, request, generator=generator, callback_on_step_end=on_step)
-            result = _on_the_host(made, request.num_frames, watch.finite) if is_output else None
+            for begun in range(request.runs):
+                seed = request.seed + begun
+                torch.manual_seed(seed)
+                generator = torch.Generator("cpu").manual_seed(seed)
+                made = model.profile.call(model.pipeline, request, generator=generator, callback_on_step_end=on_step)
+                if is_output:
+                    results.append(_on_the_host(made, request.pictures, watch.finite))
     finally:
         clock.enter(None)
         model.pipeline.maybe_free_model_hooks()
-    if result is None:
+    if not results:
         return None
-    frames, audio = result
     return GenerationResult(
-        frames=frames,
+        frames=np.concatenate([frames for frames, _ in results]) if len(results) > 1 else results[0][0],
         fps=request.fps,
-        audio=audio,
+        audio=results[0][1],
         seed=request.seed,
         stage_durations=clock.seconds,
         decisions=tuple(decision.to_json() for decision in watch.decisions),
@@ -96,10 +99,10 @@ def run_job(
     )
 
 
-def _on_the_host(made: Made, expected: int, decoded_finite: bool) -> tuple[Frames, Audio | None]:
+def _on_the_host(made: Made, expected: int | None, decoded_finite: bool) -> tuple[Frames, Audio | None]:
     frames, samples = made.frames, made.samples
     if frames.shape[0] != expected:
-        raise InvalidOutput(f"the model made {frames.shape[0]} frames instead of {expected}")
+        raise InvalidOutput(f"the model made {frames.shape[0]} pictures instead of {expected}")
     values = [frames] if samples is None else [frames, samples]
     if not decoded_finite or not all(bool(torch.isfinite(tensor).all()) for tensor in values):
         raise InvalidOutput("the model made values that are not finite; with float16 try bfloat16 or float32")
