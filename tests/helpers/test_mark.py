@@ -59,6 +59,7 @@ def test_a_machine_skips_what_it_lacks(marks: set[str], here: Accelerators, reas
 
 
 @pytest.mark.cuda
+@pytest.mark.cards_1
 def test_this_one_runs_only_with_cuda() -> None:
     import torch
 

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request to a server with one rank and to one with several, for each family, task and strategy: the pixels."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import Checkpoint, Start
+from tests.e2e.media import PHOTO, max_difference, read_clip
+from tests.helpers.mark import hardware_marks
+from vllm_omni_vae import VaeParallelMode
+
+pytestmark = pytest.mark.e2e
+
+SHARDS = (VaeParallelMode.SPATIAL_SHARD_HEIGHT, VaeParallelMode.SPATIAL_SHARD_WIDTH)
+# On fewer than four ranks a grid is one of the other two.
+GRID = VaeParallelMode.SPATIAL_SHARD_GRID
+MOST_ROUNDED = 0.5  # steps of 8 bits on average: a pixel that is rounded the other way makes H.264 choose other blocks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks run on, and how many there are."""
+
+    platform: str
+    ranks: int
+
+    @property
+    def modes(self) -> tuple[VaeParallelMode, ...]:
+        return (*SHARDS, GRID) if self.ranks >= 4 else SHARDS
+
+
+def _machine(platform: str, ranks: int) -> Any:
+    hardware = None if platform == "cpu" else "H100"
+    seconds = 300 if platform == "cpu" else 3600
+    marks = [*hardware_marks(res={platform: hardware}, num_cards=ranks), pytest.mark.timeout(seconds)]
+    return pytest.param(Machine(platform, ranks), marks=marks, id=f"{platform}{ranks}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """A family and requests of every task that it has, small, but with a latent row for each of eight ranks.
+
+    Attributes:
+        family: Of the tiny checkpoints.
+        tiles: Flags of a tile geometry that cuts them.
+        fields: Of every request.
+        tasks: Operations that each request needs, and what it has besides ``fields``.
+    """
+
+    family: str
+    tiles: tuple[str, ...]
+    fields: Mapping[str, Any]
+    tasks: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...]
+
+
+def _tiles(size: int, stride: int) -> tuple[str, ...]:
+    return ("--vae-tile-size", f"{size}x{size}", "--vae-tile-stride", f"{stride}x{stride}")
+
+
+CLIP = {"prompt": "a boat leaves the harbour", "num_inference_steps": 2, "num_frames": 9, "fps": 8, "seed": 11}
+TEXT: tuple[tuple[str, ...], Mapping[str, Any]] = (("decode",), {})
+PICTURE: tuple[tuple[str, ...], Mapping[str, Any]] = (("encode", "decode"), {"input_reference": PHOTO})
+
+CASES = (
+    Case("wan2.2-i2v", _tiles(48, 32), CLIP | {"size": "80x64", "num_frames": 5}, (PICTURE,)),
+    Case("wan2.2-ti2v-5b", _tiles(64, 48), CLIP | {"size": "160x128"}, (TEXT, PICTURE)),
+    Case("ltx2-t2v", _tiles(96, 64), CLIP | {"size": "256x256"}, (TEXT, PICTURE)),
+    Case("ltx2.3-t2v", _tiles(96, 64), CLIP | {"size": "256x256"}, (TEXT, PICTURE)),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """A clip: its file, its pixels, and how the autoencoder made it."""
+
+    file: bytes
+    pixels: np.ndarray
+    vae: list[dict[str, Any]]
+
+
+Make = Callable[..., list[Output]]
+
+
+@pytest.fixture(scope="module", params=[_machine("cpu", 2), *(_machine("cuda", ranks) for ranks in (2, 4, 8))])
+def machine(request: pytest.FixtureRequest) -> Machine:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def hardware(machine: Machine) -> str:
+    return machine.platform
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.family)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def make(case: Case, start: Start, checkpoint: Checkpoint) -> Make:
+    """Start a server with some flags, make the clip of every task, and stop it."""
+    model = checkpoint(case.family)
+
+    def make(*flags: str) -> list[Output]:
+        server = start("vllm-omni-vae", "serve", model, *flags)
+        server.wait_until_healthy()
+        made = []
+        for _, fields in case.tasks:
+            job = server.generate(**case.fields, **fields)
+            file = server.content(job.id)
+            made.append(Output(file, read_clip(file).pixels, job.vae))
+        assert server.stop() == 0, server.log
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(make: Make) -> list[Output]:
+    """One rank, un-tiled."""
+    return make()
+
+
+def test_tiles_on_several_ranks_are_the_file_of_one_rank_in_tiles(
+    case: Case, machine: Machine, make: Make, whole: list[Output]
+) -> None:
+    one = make("--vae-use-tiling", *case.tiles)
+    several = make("--vae-patch-parallel-size", str(machine.ranks), *case.tiles)
+    for (operations, _), alone, shared, untiled in zip(case.tasks, one, several, whole, strict=True):
+        assert [(d["operation"], d["strategy"]) for d in shared.vae] == [(name, "tile") for name in operations]
+        assert all(len(d["tiles_per_rank"]) == machine.ranks and min(d["tiles_per_rank"]) > 0 for d in shared.vae)
+        assert shared.file == alone.file
+        assert untiled.pixels.std() > 5, "a grey clip would prove nothing"
+        assert max_difference(untiled.pixels, alone.pixels) > 1, "tiles that change nothing would prove nothing"
+
+
+@pytest.mark.parametrize("mode", [*SHARDS, GRID])
+def test_a_shard_on_several_ranks_is_the_clip_of_one_rank_untiled(
+    case: Case, machine: Machine, make: Make, whole: list[Output], mode: VaeParallelMode
+) -> None:
+    if mode not in machine.modes:
+        pytest.skip(f"{mode} on {machine.ranks} ranks is {' or '.join(machine.modes)}")
+    shared = make("--vae-patch-parallel-size", str(machine.ranks), "--vae-parallel-mode", mode, *case.tiles)
+    for (operations, _), several, untiled in zip(case.tasks, shared, whole, strict=True):
+        found = [(d["operation"], d["strategy"], d["fallback"]) for d in several.vae]
+        assert found == [(name, mode, False) for name in operations]
+        assert several.pixels.shape == untiled.pixels.shape
+        assert np.abs(several.pixels.astype(int) - untiled.pixels).mean() < MOST_ROUNDED
