@@ -22,7 +22,7 @@ from vllm_omni_vae.errors import ConfigurationError
 from vllm_omni_vae.geometry import TileGrid, deal
 from vllm_omni_vae.pipelines.request import RANGES
 from vllm_omni_vae.plugin import SUPPORTED_VLLM
-from vllm_omni_vae.server import app, events, forms, media
+from vllm_omni_vae.server import app, events, fields, media, video_form
 from vllm_omni_vae.server.table import startup_table
 
 GUIDE = ROOT / "docs" / "user_guide"
@@ -115,7 +115,7 @@ def test_the_rule_for_seconds() -> None:
     )
     found = {(int(fps), int(s)): int(n) for fps, a, b, c, d in said for s, n in ((a, b), (c, d)) if s}
     assert found == {(16, 4): 65, (16, 5): 81, (24, 5): 121}
-    assert all(forms.nearest_frames(seconds, fps, 4) == frames for (fps, seconds), frames in found.items())
+    assert all(video_form.nearest_frames(seconds, fps, 4) == frames for (fps, seconds), frames in found.items())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_rule_for_seconds() -> None:
     [
         ("serving.md", f"up to {app.SHUTDOWN_GRACE_S:g} seconds"),
         ("serving.md", f"Every {events.KEEP_ALIVE_S:g} seconds without news"),
-        ("serving.md", f"1 to {forms.MAX_PROMPT:,} characters"),
+        ("serving.md", f"1 to {fields.MAX_PROMPT:,} characters"),
         ("serving.md", f"1 to {RANGES['width'].high:,}"),
         ("serving.md", f"{media.SHEET_SIDE}x{media.SHEET_SIDE} stills"),
         ("serving.md", "After three restarts"),

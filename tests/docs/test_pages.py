@@ -24,7 +24,9 @@ from vllm_omni_vae.cli import bench, plan, serve, tiny, verify
 from vllm_omni_vae.config import ServerConfig
 from vllm_omni_vae.config.flags import flags
 from vllm_omni_vae.server.app import create_app
-from vllm_omni_vae.server.forms import RemixForm, VideoForm, validate
+from vllm_omni_vae.server.fields import validate
+from vllm_omni_vae.server.image_form import EditForm, ImageForm
+from vllm_omni_vae.server.video_form import RemixForm, VideoForm
 
 LANGUAGES = {"bash", "python", "text", ""}
 MARK = re.compile(r"|run|output|torchrun [a-z_]+\.py")
@@ -147,9 +149,12 @@ def test_the_api_s_table_of_routes_is_complete(tmp_path: Path) -> None:
     named = {tuple(route) for route in re.findall(r"`(GET|POST|DELETE) (/[^`?]*)`", text)}
     served = {(method, path) for path, methods in _routes(tmp_path).items() for method in methods}
     beside = {("POST", "/v1/videos/edits"), ("POST", "/v1/videos/extensions"), ("POST", "/v1/videos/characters")}
+    variations = ("POST", "/v1/images/variations")
     assert named <= served
     quiet = {("GET", "/v1/videos/characters/{video_id}"), ("GET", "/docs/oauth2-redirect")}
-    assert served - named <= beside | quiet
+    assert served - named <= beside | quiet | {variations}
+    images = (ROOT / "docs" / "user_guide" / "images.md").read_text()
+    assert all(f"`{method} {path}`" in images for method, path in served if path.startswith("/v1/images/"))
     assert all(path in text for _, path in beside)
 
 
@@ -160,6 +165,16 @@ def test_the_api_s_table_of_fields_is_complete() -> None:
         field for cell in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.M) for field in re.findall(r"\w+", cell)
     }
     assert named | {"true_cfg_scale", "video_reference"} == set(VideoForm.model_fields)
+
+
+def test_the_tables_of_fields_of_images_are_complete() -> None:
+    text = (ROOT / "docs" / "user_guide" / "images.md").read_text()
+    tables = text.partition("## Fields of a request")[2].partition("### Reference images")[0]
+    both, _, edits = tables.partition("An edit has")
+    for table, fields in ((both, set(ImageForm.model_fields)), (tables, set(EditForm.model_fields))):
+        named = {name for cell in re.findall(r"^\| (`[^|]*`) \|", table, re.M) for name in re.findall(r"\w+", cell)}
+        assert named == fields
+    assert edits
 
 
 def test_the_tables_of_errors_are_complete() -> None:
@@ -245,10 +260,16 @@ def _check_curl(words: list[str], folder: Path) -> None:
     routes = _routes(folder)
     assert path in routes
     assert (method or ("POST" if forms or data else "GET")) in routes[path]
+    kinds = {
+        "/v1/images/generations": ImageForm,
+        "/v1/images/edits": EditForm,
+        "/v1/videos/{video_id}/remix": RemixForm,
+    }
+    kind = kinds.get(path, VideoForm)
     if data is not None:
-        validate(RemixForm if path.endswith("/remix") else VideoForm, data)
+        validate(kind, data)
     if forms:
-        fields = dict(form.split("=", 1) for form in forms)
-        image = fields.pop("input_reference", None)
-        assert image is None or image.startswith("@")
-        validate(VideoForm, fields)
+        given = [form.split("=", 1) for form in forms]
+        files = [value for name, value in given if name in ("input_reference", "image", "image[]", "mask")]
+        assert all(value.startswith("@") for value in files)
+        validate(kind, dict(form for form in given if form[1] not in files))

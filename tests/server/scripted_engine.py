@@ -15,10 +15,12 @@ from vllm_omni_vae.engine.api import Health, JobHandle, Listener, Progress, Star
 from vllm_omni_vae.errors import Cancelled
 from vllm_omni_vae.pipelines.profile import PipelineProfile
 from vllm_omni_vae.pipelines.request import (
+    IMAGE_TASKS,
     VIDEO_TASKS,
     ComponentReport,
     GenerationRequest,
     GenerationResult,
+    Medium,
     ModelCard,
     SamplingDefaults,
     Stage,
@@ -32,6 +34,22 @@ CARD = ModelCard(
     defaults=SamplingDefaults(width=64, height=48, num_frames=5, fps=16, num_inference_steps=4, guidance_scale=5.0),
     takes=frozenset({"negative_prompt", "guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift"}),
 )
+IMAGES = ModelCard(
+    pipeline_class="ScriptedImagePipeline",
+    tasks=IMAGE_TASKS,
+    spatial_multiple=16,
+    temporal_ratio=1,
+    defaults=SamplingDefaults(width=64, height=48, num_inference_steps=4, true_cfg_scale=4.0),
+    takes=frozenset({"negative_prompt", "true_cfg_scale", "mask"}),
+    max_references=3,
+)
+LAYERS = dataclasses.replace(
+    IMAGES,
+    defaults=dataclasses.replace(IMAGES.defaults, layers=2),
+    takes=frozenset({"negative_prompt", "true_cfg_scale", "layers"}),
+    max_references=1,
+    transparency=True,
+)
 DECISION = {"component": "vae", "operation": "decode", "strategy": "tile"}
 
 
@@ -39,10 +57,10 @@ class ScriptedProfile(PipelineProfile):
     """Only `PipelineProfile.resolve` is of use here."""
 
     pipeline_classes = ("ScriptedPipeline",)
-    extra_params = PipelineProfile.extra_params | {"shift", "on"}
+    extra_params = PipelineProfile.extra_params | {"shift", "on", "resolution"}
 
     def card(self, folder: Path) -> ModelCard:
-        return CARD
+        raise NotImplementedError
 
     def refusals(self, folder: Path, config: EngineConfig) -> list[str]:
         return []
@@ -64,6 +82,10 @@ class ScriptedEngine:
 
     It has no model and no ranks: only the HTTP layer is tested with it, and tests/e2e has the tests of the whole.
 
+    Args:
+        config: Not looked at.
+        card: What it claims to make: clips, or `IMAGES`, or transparent `LAYERS`.
+
     Attributes:
         may_start: `start` waits for it.
         may_finish: A job waits for it half-way through denoising, unless it is cancelled.
@@ -74,8 +96,8 @@ class ScriptedEngine:
         cancels: Identifiers of jobs that were cancelled.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
-        self.card = CARD
+    def __init__(self, config: EngineConfig | None = None, *, card: ModelCard = CARD) -> None:
+        self.card = card
         self.report = (ComponentReport("vae", "AutoencoderKLWan", True, "tile on 2 ranks"),)
         self.device, self.dtype, self.worker_pids = "cpu", "float32", [1, 2]
         self.may_start = threading.Event()
@@ -165,10 +187,10 @@ class ScriptedEngine:
             item.listener(Progress(Stage.DECODE, tile + 1, 6))
         frames, self.output = self.output, None
         if frames is None:
-            frames = noise(request)
+            frames = noise(request, channels=4 if self.card.transparency else 3)
         return GenerationResult(
             frames=frames,
-            fps=request.fps or 16,
+            fps=request.fps or 16 if self.card.medium is Medium.VIDEO else None,
             seed=request.seed or 0,
             stage_durations={"denoise": 0.5, "decode": 0.25},
             decisions=(DECISION,),
@@ -176,7 +198,8 @@ class ScriptedEngine:
         )
 
 
-def noise(request: GenerationRequest) -> np.ndarray:
-    """Frames that depend on the seed and on nothing else."""
-    shape = (request.num_frames or 1, request.height or 16, request.width or 16, 3)
-    return np.random.default_rng(request.seed).integers(0, 256, shape, dtype=np.uint8)
+def noise(request: GenerationRequest, *, channels: int = 3) -> np.ndarray:
+    """Frames, or images one after the other, that depend on their seed and on nothing else."""
+    shape = (request.pictures or 1, request.height or 16, request.width or 16, channels)
+    seeds = [(request.seed or 0) + run for run in range(request.runs)]
+    return np.concatenate([np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8) for seed in seeds])

@@ -14,7 +14,17 @@ from vllm_omni_vae.server.auth import OPEN_PATHS
 
 from .scripted_engine import ScriptedEngine
 
-CLOSED = ["/v1/models", "/v1/videos", "/v1/videos/sync", "/docs", "/openapi.json", "/nowhere", "/health/", "//health"]
+CLOSED = [
+    "/v1/models",
+    "/v1/videos",
+    "/v1/videos/sync",
+    "/v1/images/edits",
+    "/docs",
+    "/openapi.json",
+    "/nowhere",
+    "/health/",
+    "//health",
+]
 
 
 Connect = Callable[..., TestClient]

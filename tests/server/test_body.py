@@ -13,7 +13,7 @@ from vllm_omni_vae.errors import RequestError
 from vllm_omni_vae.server.body import read_fields
 
 
-def read(**content: Any) -> dict[str, Any]:
+def read(repeated: frozenset[str] = frozenset(), **content: Any) -> dict[str, Any]:
     """Read what httpx makes of ``content``."""
     sent = httpx.Request("POST", "http://server/", **content)
     body = sent.read()
@@ -23,7 +23,7 @@ def read(**content: Any) -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
     scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers, "app": None}
-    return asyncio.run(read_fields(Request(scope, receive), max_bytes=4 * 2**20))
+    return asyncio.run(read_fields(Request(scope, receive), max_bytes=4 * 2**20, repeated=repeated))
 
 
 def refusal(**content: Any) -> RequestError:
@@ -88,6 +88,19 @@ def test_an_empty_field_was_not_given() -> None:
 def test_a_field_sent_twice_is_refused(fields: list[tuple[str, str]]) -> None:
     error = refusal(**multipart(*fields))
     assert (error.status, error.param, error.code) == (400, fields[0][0].partition("[")[0], "duplicate_parameter")
+
+
+def test_fields_that_may_come_more_than_once_are_lists() -> None:
+    image = frozenset({"image"})
+    for names in (("image", "image"), ("image[]", "image[]"), ("image", "image[]")):
+        files = [(name, ("f", data)) for name, data in zip(names, (b"1", b"2"), strict=True)]
+        assert read(image, files=files) == {"image": [b"1", b"2"]}
+    assert read(image, **multipart(("image", "data:x"), ("seed", "1"))) == {"image": ["data:x"], "seed": "1"}
+    assert read(image, **multipart(("image", ""), ("seed", "1"))) == {"seed": "1"}
+    assert read(image, json={"image": "data:x"}) == {"image": "data:x"}
+    with pytest.raises(RequestError) as caught:
+        read(image, **multipart(("image[image_url]", "data:x"), ("image", "data:y")))
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, "image", "duplicate_parameter")
 
 
 def test_a_long_field_passes_starlette_s_own_limit() -> None:

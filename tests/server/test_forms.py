@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from vllm_omni_vae.errors import RequestError
-from vllm_omni_vae.server.forms import RemixForm, VideoForm, nearest_frames, validate
+from vllm_omni_vae.server.decode import Upload
+from vllm_omni_vae.server.fields import validate
 from vllm_omni_vae.server.reference import ReferenceFit
+from vllm_omni_vae.server.video_form import RemixForm, VideoForm, nearest_frames
 
 
 def form(**fields: Any) -> VideoForm:
@@ -133,8 +135,8 @@ def test_extra_params_are_an_object_or_its_text() -> None:
 @pytest.mark.parametrize("name", ["input_reference", "image_reference"])
 def test_a_reference_has_several_spellings(name: str) -> None:
     for value in ("data:x", {"image_url": "data:x"}, '{"image_url": "data:x"}', [{"image_url": "data:x"}]):
-        assert form(**{name: value}).reference() == "data:x"
-    assert form(**{name: b"bytes"}).reference() == b"bytes"
+        assert form(**{name: value}).reference() == Upload("data:x", name)
+    assert form(**{name: b"bytes"}).reference() == Upload(b"bytes", name)
     for value in ({"file_id": "f"}, {"image_url": 3}, ["a", "b"], [], 3, "{", {"image_url": "a", "file_id": "b"}):
         assert (refusal(**{name: value}).status, refusal(**{name: value}).param) == (422, name)
 

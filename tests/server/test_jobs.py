@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from vllm_omni_vae.errors import ConfigurationError
-from vllm_omni_vae.pipelines.request import GenerationRequest, Stage
+from vllm_omni_vae.pipelines.request import GenerationRequest, Medium, Stage
 from vllm_omni_vae.server import jobs
 from vllm_omni_vae.server.job import Job, JobError, JobStatus, Outcome
 from vllm_omni_vae.server.jobs import JobStore
 from vllm_omni_vae.server.media import Variant
+from vllm_omni_vae.server.pictures import Encoding
 
 REQUEST = GenerationRequest(prompt="a cat", width=64, height=48, num_frames=9, fps=8, seed=3)
 OUTCOME = Outcome(stage_durations={"decode": 0.5}, inference_s=1.0, peak_memory_mb=(1.0, 2.0), vae=({"a": 1},))
@@ -100,6 +101,28 @@ def test_images_are_not_kept(store: JobStore) -> None:
     image = np.zeros((48, 64, 3), np.uint8)
     request = GenerationRequest(prompt="a cat", images=(image,))
     assert store.create(request, model="m", seconds="1").request.images == ()
+
+
+def test_images_are_answered_and_not_listed(store: JobStore) -> None:
+    pixels = np.zeros((48, 64, 3), np.uint8)
+    request = GenerationRequest(prompt="a cat", medium=Medium.IMAGE, images=(pixels,), mask=pixels[..., 0])
+    clip = create(store)
+    job = store.create(request, model="m", encoding=Encoding(format="webp"))
+    assert job.id.startswith("image_") and not job.listed and clip.listed
+    assert (job.encoding, job.request.images, job.request.mask) == (Encoding(format="webp"), (), None)
+    page = store.page(after=None, limit=9, order="asc")
+    assert page is not None and page.jobs == [clip] and not page.has_more
+    assert store.get(job.id) is None and store.page(after=job.id, limit=9, order="asc") is None
+    assert store.start(job) and store.complete(job, OUTCOME)
+    assert store.delete(job.id) is job and store.gone(job.id) is None and store.delete(job.id) is None
+
+
+def test_images_that_nobody_fetched_expire(store: JobStore, clock: Clock) -> None:
+    request = GenerationRequest(prompt="a cat", medium=Medium.IMAGE)
+    job = store.create(request, model="m", encoding=Encoding())
+    store.complete(job, OUTCOME)
+    clock.now += TTL
+    assert store.expire() == [job] and store.delete(job.id) is None
 
 
 def test_progress_never_falls_and_is_100_only_at_the_end(store: JobStore) -> None:

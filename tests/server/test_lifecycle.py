@@ -22,7 +22,7 @@ def test_while_the_model_is_loaded(serve: Serve, engine: ScriptedEngine) -> None
         answer = server.http.get(path)
         assert error_of(answer) == (503, None, "loading")
         assert answer.json()["error"]["message"] == "loading"
-    for path in ("/v1/videos", "/v1/videos/sync"):
+    for path in ("/v1/videos", "/v1/videos/sync", "/v1/images/generations", "/v1/images/edits"):
         answer = server.http.post(path, json={"prompt": "a cat"})
         assert error_of(answer)[0] == 503 and int(answer.headers["retry-after"]) > 0
     assert server.http.get("/v1/models").json()["data"][0]["id"] == MODEL

@@ -136,6 +136,36 @@ def test_after_the_grace_period_the_running_job_fails(start: Start, port: int, t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_after_sigterm_images_are_still_answered(start: Start, port: int, tmp_path: Path, streams: bool) -> None:
+    server = start(host="127.0.0.1", port=port, hold=True, images=True, media_storage_path=str(tmp_path))
+    assert server.says("ScriptedImagePipeline")
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        url, body = f"http://127.0.0.1:{port}/v1/images/generations", {"prompt": "a cat", "stream": streams}
+        answers.append(httpx.post(url, json=body, timeout=20))
+
+    with ready(port) as client:
+        clients = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in clients:
+            thread.start()
+        assert server.says("a job runs") and server.says("2 jobs came")
+        server.process.send_signal(signal.SIGTERM)
+        while client.get("/health").status_code == 200:
+            pass
+        while len(answers) < 1:
+            pass
+        failed = answers[0]
+        assert failed.status_code == (200 if streams else 503) and "server_shutdown" in failed.text
+        server.process.send_signal(signal.SIGUSR1)
+        for thread in clients:
+            thread.join(10)
+    assert server.ends() == 0
+    assert answers[1].status_code == 200 and "b64_json" in answers[1].text
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_second_ctrl_c_ends_the_wait(start: Start, port: int) -> None:
     server = start(host="127.0.0.1", port=port, hold=True, grace=60)
     assert server.says("ScriptedPipeline")

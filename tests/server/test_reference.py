@@ -2,6 +2,7 @@
 """Reference images: every mode and type that Pillow can write, and everything that is none."""
 
 import base64
+import functools
 import io
 import random
 import struct
@@ -13,6 +14,8 @@ import pytest
 from PIL import Image
 
 from vllm_omni_vae.errors import RequestError
+from vllm_omni_vae.server.decode import Upload
+from vllm_omni_vae.server.mask import load_mask
 from vllm_omni_vae.server.reference import ReferenceFit, fit_reference, load_reference
 
 LIMIT = 100_000
@@ -24,14 +27,14 @@ def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def load(source: bytes | str) -> np.ndarray:
-    return load_reference(source, max_pixels=LIMIT)
+def load(source: bytes | str, *, transparency: bool = False) -> np.ndarray:
+    return load_reference(Upload(source, "the_field"), max_pixels=LIMIT, transparency=transparency)
 
 
 def refusal(source: bytes | str) -> RequestError:
     with pytest.raises(RequestError) as caught:
         load(source)
-    assert caught.value.param == "input_reference"
+    assert caught.value.param == "the_field"
     return caught.value
 
 
@@ -71,12 +74,34 @@ def test_every_mode_becomes_rgb(mode: str, kind: str, colour: Any, expected: tup
     assert np.abs(got.astype(int) - expected).max() <= 2
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind", "colour", "expected"),
+    [
+        ("L", "PNG", 100, (100, 100, 100, 255)),
+        ("1", "PNG", 1, (255, 255, 255, 255)),
+        ("LA", "PNG", (40, 7), (40, 40, 40, 7)),
+        ("RGBA", "PNG", (10, 20, 30, 0), (10, 20, 30, 0)),
+        ("RGB", "PNG", (10, 20, 30), (10, 20, 30, 255)),
+        ("RGBA", "WEBP", (10, 20, 30, 99), (10, 20, 30, 99)),
+        ("CMYK", "JPEG", (0, 255, 255, 0), (255, 0, 0, 255)),
+        ("I;16", "PNG", 0x8000, (128, 128, 128, 255)),
+    ],
+)
+def test_a_model_of_transparency_gets_rgba(mode: str, kind: str, colour: Any, expected: tuple[int, ...]) -> None:
+    options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
+    got = load(saved(Image.new(mode, (16, 12), colour), kind, **options), transparency=True)
+    assert got.shape == (12, 16, 4) and got.dtype == np.uint8
+    assert np.abs(got.astype(int) - expected).max() <= 2
+
+
 def test_palettes_and_their_transparent_colour() -> None:
     image = Image.new("P", (16, 16), 0)
     image.putpalette([250, 0, 0, 0, 0, 250])
     assert (load(saved(image)) == (250, 0, 0)).all()
     assert (load(saved(image, transparency=0)) == 255).all()
     assert (load(saved(image, transparency=1)) == (250, 0, 0)).all()
+    assert (load(saved(image), transparency=True) == (250, 0, 0, 255)).all()
+    assert (load(saved(image, transparency=0), transparency=True) == (250, 0, 0, 0)).all()
 
 
 def test_a_transparent_colour_of_an_rgb_image() -> None:
@@ -129,6 +154,13 @@ def test_broken_files_are_400() -> None:
         assert refusal(data[: len(data) // 2]).status == 400
 
 
+READERS = (
+    functools.partial(load_reference, max_pixels=LIMIT),
+    functools.partial(load_reference, max_pixels=LIMIT, transparency=True),
+    functools.partial(load_mask, size=(24, 16), max_pixels=LIMIT),
+)
+
+
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data", "ignore:Tag data larger than file")
 def test_damaged_files_never_raise_anything_else() -> None:
     chance = random.Random(0)
@@ -136,16 +168,21 @@ def test_damaged_files_never_raise_anything_else() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     sources.append(saved(Image.new("RGB", (24, 16)), "JPEG", exif=exif))
+    sources.append(saved(Image.new("RGBA", (24, 16), (9, 9, 9, 9))))
+    palette = Image.new("P", (24, 16), 1)
+    palette.putpalette([250, 0, 0, 0, 0, 250])
+    sources.append(saved(palette, transparency=0))
     for _ in range(400):
         data = bytearray(chance.choice(sources))
         for _ in range(chance.randint(1, 6)):
             data[chance.randrange(len(data))] = chance.randrange(256)
-        try:
-            got = load(bytes(data))
-        except RequestError as error:
-            assert error.status in (400, 413)
-        else:
-            assert got.dtype == np.uint8 and got.ndim == 3
+        for read in READERS:
+            try:
+                got = read(Upload(bytes(data), "the_field"))
+            except RequestError as error:
+                assert error.status in (400, 413)
+            else:
+                assert got.dtype == np.uint8 and got.ndim in (2, 3)
 
 
 def test_data_urls() -> None:

@@ -44,8 +44,8 @@ class ServerConfig:
     media_ttl: float = option(86_400.0, "Seconds that a finished video is kept.")
     max_queued_jobs: int = option(64, "Jobs that may wait; beyond it a request is answered 429.")
     max_upload_bytes: int = option(64 * 1024 * 1024, "Largest request body in bytes; a larger one is answered 413.")
-    max_pixels: int = option(4096 * 4096, "Most pixels in one frame, asked for or uploaded.")
-    max_frames: int = option(1024, "Most frames in one video.")
+    max_pixels: int = option(4096 * 4096, "Most pixels in one frame or image, asked for or uploaded.")
+    max_frames: int = option(1024, "Most frames in one video, or images in one answer.")
     job_timeout: float = option(3600.0, "Seconds that one job may run before it fails.")
 
     def __post_init__(self) -> None:

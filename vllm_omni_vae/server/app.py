@@ -23,7 +23,8 @@ from ..engine.engine import Engine
 from ..errors import ConfigurationError
 from .auth import BearerAuth
 from .errors import install_error_handlers
-from .intake import Intake
+from .image_intake import ImageIntake
+from .images import ImageRoutes
 from .jobs import JobStore
 from .lifecycle import EngineLifecycle, ServingEngine
 from .listen import describe, listening_socket
@@ -31,6 +32,7 @@ from .models import model_routes
 from .runner import JobRunner
 from .table import startup_table
 from .upload import UploadLimit
+from .video_intake import VideoIntake
 from .videos import VideoRoutes
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,8 @@ def _assemble(engine: ServingEngine, config: ServerConfig, model_name: str) -> _
     )
     install_error_handlers(app)
     app.include_router(model_routes(lifecycle, names))
-    app.include_router(VideoRoutes(Intake(engine, names, config), runner, store).router)
+    app.include_router(VideoRoutes(VideoIntake(engine, names, config), runner, store).router)
+    app.include_router(ImageRoutes(ImageIntake(engine, names, config), runner).router)
     app.add_middleware(UploadLimit, max_bytes=config.max_upload_bytes)
     if config.api_key:
         app.add_middleware(BearerAuth, keys=config.api_key)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -13,14 +14,15 @@ from starlette.requests import Request
 
 from ..errors import RequestError
 
-MAX_FILES = 16
+# Sixteen images and a mask, as OpenAI's client sends them.
+MAX_FILES = 17
 MAX_FIELDS = 256
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _BRACKETS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]*\])+)")
 _TEXT_FIELDS = frozenset({"prompt", "negative_prompt"})
 
 
-async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:
+async def read_fields(request: Request, *, max_bytes: int, repeated: Collection[str] = frozenset()) -> dict[str, Any]:
     """Return the fields of a request's body.
 
     In a form, ``a[b]=1`` is the field ``a`` with the mapping ``{"b": 1}`` and ``a[]=x`` a list; a file is its bytes; an
@@ -30,13 +32,14 @@ async def read_fields(request: Request, *, max_bytes: int) -> dict[str, Any]:
     Args:
         request: A request whose body is a form or a JSON object.
         max_bytes: Most bytes of one part.
+        repeated: Fields that a form may hold more than once; they are lists, also where they come once.
 
     Raises:
         RequestError: 400 for a malformed body or too many parts, 415 for another Content-Type.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type in _FORMS:
-        return await _read_form(request, max_bytes)
+        return await _read_form(request, max_bytes, repeated)
     if content_type == "application/json" or content_type.endswith("+json"):
         return await asyncio.to_thread(_parse_json, await request.body())
     raise RequestError(
@@ -56,14 +59,14 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     return {name: field for name, field in value.items() if field is not None}
 
 
-async def _read_form(request: Request, max_bytes: int) -> dict[str, Any]:
+async def _read_form(request: Request, max_bytes: int, repeated: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     async with request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=max_bytes) as form:
         for name, value in form.multi_items():
             content = await value.read() if isinstance(value, UploadFile) else value
             if content == "" and name not in _TEXT_FIELDS:
                 continue
-            _put(fields, name, content)
+            _put(fields, f"{name}[]" if name in repeated else name, content)
     return fields
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -36,10 +37,16 @@ def error_response(
         code: Short machine-readable reason; the status' own name when absent.
         headers: Further headers, such as ``Retry-After``.
     """
+    return JSONResponse(
+        error_body(status, message, param=param, code=code), status_code=status, headers=dict(headers or {})
+    )
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the object that `error_response` sends, for an answer that has begun already."""
     kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     code = code or HTTPStatus(status).name.lower()
-    body = {"error": {"message": _printable(message), "type": kind, "param": param and _printable(param), "code": code}}
-    return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+    return {"error": {"message": _printable(message), "type": kind, "param": param and _printable(param), "code": code}}
 
 
 def _printable(text: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from .job import Job
 
 KEEP_ALIVE_S = 15.0
+KEEP_ALIVE = ": keep-alive\n\n"
 
 
 async def job_events(job: Job, *, keep_alive: float = KEEP_ALIVE_S) -> AsyncIterator[str]:
@@ -41,4 +42,4 @@ async def job_events(job: Job, *, keep_alive: float = KEEP_ALIVE_S) -> AsyncIter
                 await asyncio.wait_for(changed.wait(), keep_alive)
                 break
             except TimeoutError:
-                yield ": keep-alive\n\n"
+                yield KEEP_ALIVE

@@ -9,8 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..pipelines.request import GenerationRequest, Stage
+from ..pipelines.request import GenerationRequest, Medium, Stage
 from .media import REFERENCE, Variant
+from .pictures import Encoding
 
 Gone = Literal["deleted", "expired"]
 
@@ -35,24 +36,34 @@ class JobError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a finished job measured: seconds per stage, seconds in the engine, MiB per rank, VAE decisions."""
+    """What came of a finished job.
+
+    Attributes:
+        stage_durations: Seconds per stage.
+        inference_s: Seconds in the engine.
+        peak_memory_mb: MiB per rank.
+        vae: The VAE's decisions.
+        pictures: The files of an image model, one after the other; those of a clip are in the job's folder.
+    """
 
     stage_durations: dict[str, float]
     inference_s: float
     peak_memory_mb: tuple[float, ...]
     vae: tuple[dict[str, Any], ...]
+    pictures: tuple[bytes, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """One clip, from its acceptance on. Only `JobStore` changes it, only on the event loop.
+    """One clip, or the images of one request, from acceptance on. Only `JobStore` changes it, only on the event loop.
 
     Attributes:
         id: Unguessable.
         serial: Place in the order of creation.
-        request: What is made, every value filled in, without its reference images.
+        request: What is made, every value filled in, without its reference images and mask.
         seconds: The clip's length as OpenAI's string.
-        folder: Where its files are once it is completed.
+        encoding: How images are written; None of a clip.
+        folder: Where a clip's files are once it is completed.
         progress: 0 to 100; never falls.
         stage: What it does now, None before it runs.
         gone: Set once it is deleted or expired.
@@ -63,9 +74,10 @@ class Job:
     serial: int
     model: str
     request: GenerationRequest
-    seconds: str
     folder: Path
     created_at: int
+    seconds: str = ""
+    encoding: Encoding | None = None
     remixed_from: str | None = None
     status: JobStatus = JobStatus.QUEUED
     progress: int = 0
@@ -82,6 +94,11 @@ class Job:
         """Whether it may still come to something: waiting or running, and not deleted."""
         return self.gone is None and self.status in (JobStatus.QUEUED, JobStatus.IN_PROGRESS)
 
+    @property
+    def listed(self) -> bool:
+        """Whether clients can ask for it later: a clip, and not images, which are the answer to their request."""
+        return self.request.medium is Medium.VIDEO
+
     def path(self, variant: Variant) -> Path:
         """Where the file of ``variant`` is once the job is completed."""
         return self.folder / variant.filename
@@ -92,7 +109,7 @@ class Job:
         return self.folder / REFERENCE
 
     def to_json(self) -> dict[str, Any]:
-        """Return the job as it goes over the wire; every field is always there."""
+        """Return the job of a clip as it goes over the wire; every field is always there."""
         outcome = self.outcome
         return {
             "id": self.id,

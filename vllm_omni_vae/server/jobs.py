@@ -17,6 +17,7 @@ from typing import Literal
 from ..errors import ConfigurationError
 from ..pipelines.request import GenerationRequest, Stage
 from .job import Gone, Job, JobError, JobStatus, Outcome
+from .pictures import Encoding
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +67,25 @@ class JobStore:
         self._tombstones: dict[str, tuple[int, Gone]] = {}
         self._serial = 0
 
-    def create(self, request: GenerationRequest, *, model: str, seconds: str, remixed_from: str | None = None) -> Job:
-        """Add a queued job for ``request``; its reference images are not kept in memory."""
+    def create(
+        self,
+        request: GenerationRequest,
+        *,
+        model: str,
+        seconds: str = "",
+        encoding: Encoding | None = None,
+        remixed_from: str | None = None,
+    ) -> Job:
+        """Add a queued job for ``request``; its reference images and mask are not kept in memory."""
         self._serial += 1
-        identity = f"video_{secrets.token_hex(16)}"
+        identity = f"{request.medium}_{secrets.token_hex(16)}"
         job = Job(
             id=identity,
             serial=self._serial,
             model=model,
-            request=dataclasses.replace(request, images=()),
+            request=dataclasses.replace(request, images=(), mask=None),
             seconds=seconds,
+            encoding=encoding,
             folder=self.folder / identity,
             created_at=int(self._clock()),
             remixed_from=remixed_from,
@@ -84,8 +94,9 @@ class JobStore:
         return job
 
     def get(self, identity: str) -> Job | None:
-        """Return the job, or None when there is none (or none any more: see `gone`)."""
-        return self._jobs.get(identity)
+        """Return the job, or None when there is none that is listed (or none any more: see `gone`)."""
+        job = self._jobs.get(identity)
+        return job if job is not None and job.listed else None
 
     def gone(self, identity: str) -> Gone | None:
         """Say why there is no such job any more; None for an id that never was."""
@@ -93,8 +104,8 @@ class JobStore:
         return tombstone[1] if tombstone else None
 
     def page(self, *, after: str | None, limit: int, order: ListOrder) -> Page | None:
-        """Return up to ``limit`` jobs that follow ``after`` (which may be gone by now); None when it never was."""
-        jobs = list(self._jobs.values())
+        """Return up to ``limit`` listed jobs that follow ``after`` (which may be gone by now); None if it never was."""
+        jobs = [job for job in self._jobs.values() if job.listed]
         if order == "desc":
             jobs.reverse()
         if after is not None:
@@ -105,7 +116,7 @@ class JobStore:
         return Page(jobs[:limit], len(jobs) > limit)
 
     def _serial_of(self, identity: str) -> int | None:
-        if job := self._jobs.get(identity):
+        if job := self.get(identity):
             return job.serial
         tombstone = self._tombstones.get(identity)
         return tombstone[0] if tombstone else None
@@ -174,7 +185,8 @@ class JobStore:
         if job is None:
             return None
         job.gone = reason
-        self._tombstones[identity] = (job.serial, reason)
+        if job.listed:
+            self._tombstones[identity] = (job.serial, reason)
         while len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
         self._notify(job)

@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference images as clients send them: any usual file or data URL in, RGB pixels of the clip's size out."""
+"""Reference images: pixels as the model takes them, and of a clip's size for a clip."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
-import re
-import struct
 from enum import StrEnum
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from ..errors import RequestError
 from ..pipelines.request import Frames
-
-FORMATS = ("PNG", "JPEG", "WEBP")
-_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
-_BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, EOFError, struct.error)
+from .decode import Upload, decode, to_rgb, to_rgba
 
 
 class ReferenceFit(StrEnum):
@@ -28,74 +19,20 @@ class ReferenceFit(StrEnum):
     PAD = "pad"
 
 
-def _refusal(message: str, code: str, status: int = 400) -> RequestError:
-    return RequestError(message, param="input_reference", code=code, status=status)
-
-
-def load_reference(source: bytes | str, *, max_pixels: int) -> Frames:
-    """Read a reference image as ``(height, width, 3)`` uint8 RGB, upright, transparency on white.
+def load_reference(upload: Upload, *, max_pixels: int, transparency: bool = False) -> Frames:
+    """Read a reference image in its own size, upright: ``(height, width, 3)`` uint8 RGB, what is transparent on white.
 
     Blocking; takes memory in proportion to ``max_pixels`` at most, whatever the file claims.
 
     Args:
-        source: The file's bytes, or a base64 data URL. The type is judged by the bytes alone: PNG, JPEG or WebP.
+        upload: A PNG, JPEG or WebP file, or a data URL of one.
         max_pixels: Most pixels that are decoded.
+        transparency: Whether the model takes ``(height, width, 4)`` RGBA instead.
 
     Raises:
         RequestError: 400 for anything that is no such image, 413 for too many pixels.
     """
-    data = _decode_url(source) if isinstance(source, str) else source
-    if not data:
-        raise _refusal("the reference image is empty; send the bytes of a PNG, JPEG or WebP file", "empty_image")
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > max_pixels:
-                raise _refusal(
-                    f"the reference image has {width}x{height} pixels; this server takes at most {max_pixels}",
-                    "image_too_large",
-                    413,
-                )
-            return np.asarray(_to_rgb(ImageOps.exif_transpose(image)))
-    except Image.DecompressionBombError:
-        raise _refusal(
-            f"the reference image has too many pixels; this server takes at most {max_pixels}", "image_too_large", 413
-        ) from None
-    except RequestError:
-        raise
-    except _BROKEN as error:
-        raise _refusal(
-            f"the reference image cannot be read as PNG, JPEG or WebP ({type(error).__name__}: {error})",
-            "invalid_image",
-        ) from None
-
-
-def _decode_url(url: str) -> bytes:
-    if url[:8].lower().startswith(("http://", "https://")):
-        raise _refusal(
-            "this server fetches nothing from the network; upload the image or send it as a data URL",
-            "unsupported_url",
-        )
-    head = _DATA_URL.match(url)
-    if head is None:
-        raise _refusal(
-            "image_url is no data URL; write 'data:image/png;base64,' and the base64 text", "invalid_data_url"
-        )
-    try:
-        return base64.b64decode(url[head.end() :], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise _refusal(f"the data URL's base64 text is malformed: {error}", "invalid_data_url") from None
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        grey = np.asarray(image).astype(np.uint32) >> 8
-        return Image.fromarray(np.minimum(grey, 255).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
+    return decode(upload, to_rgba if transparency else to_rgb, max_pixels=max_pixels)
 
 
 def fit_reference(image: Frames, width: int, height: int, how: ReferenceFit) -> Frames:

@@ -21,13 +21,14 @@ from .job import Job, JobError, JobStatus, Outcome
 from .jobs import JobStore
 from .lifecycle import EngineLifecycle
 from .media import MediaError, export_clip
+from .pictures import Encoding, encode_pictures
 
 logger = logging.getLogger(__name__)
 
 # Seconds that a deletion waits for the ranks to leave the job before it answers all the same.
 DELETE_WAIT_S = 5.0
 
-_SHUTDOWN = JobError("server_shutdown", "the server was shut down before the video was finished", 503)
+_SHUTDOWN = JobError("server_shutdown", "the server was shut down before the job was finished", 503)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -46,7 +47,7 @@ class _Run:
 
 
 class JobRunner:
-    """Takes jobs to the engine and their frames to files. Its methods are called on the event loop.
+    """Takes jobs to the engine, and their frames to files or images to bytes. Its methods are called on the event loop.
 
     Args:
         lifecycle: The engine and whether it takes jobs.
@@ -77,8 +78,23 @@ class JobRunner:
         if sum(run.in_engine for run in self._runs.values()) > self._max_queued_jobs:
             raise QueueFullError(f"{self._max_queued_jobs} jobs are waiting, the most that may; try again later")
 
-    def submit(self, request: GenerationRequest, *, model: str, seconds: str, remixed_from: str | None = None) -> Job:
+    def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        model: str,
+        seconds: str = "",
+        encoding: Encoding | None = None,
+        remixed_from: str | None = None,
+    ) -> Job:
         """Queue a resolved request and return its job.
+
+        Args:
+            request: What to make.
+            model: The name under which it was asked for.
+            seconds: A clip's length as OpenAI's string.
+            encoding: How images are written.
+            remixed_from: The job whose settings a clip has.
 
         Raises:
             HTTPException, QueueFullError: see `check_open`.
@@ -86,7 +102,7 @@ class JobRunner:
         """
         self.check_open()
         loop = asyncio.get_running_loop()
-        job = self._store.create(request, model=model, seconds=seconds, remixed_from=remixed_from)
+        job = self._store.create(request, model=model, seconds=seconds, encoding=encoding, remixed_from=remixed_from)
 
         def listen(event: JobEvent) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
@@ -97,7 +113,7 @@ class JobRunner:
         except BaseException:
             self._store.withdraw(job)
             raise
-        run = self._runs[job.id] = _Run(job, request.images, handle)
+        run = self._runs[job.id] = _Run(job, request.images if encoding is None else (), handle)
         run.task = loop.create_task(self._run(run), name=job.id)
         return job
 
@@ -186,34 +202,48 @@ class JobRunner:
         inference_s = time.monotonic() - run.started if run.started is not None else 0.0
         loop = asyncio.get_running_loop()
         begun = time.monotonic()
-        await loop.run_in_executor(self._exporter, self._export, run, result, loop)
+        pictures = await loop.run_in_executor(self._exporter, self._export, run, result, loop)
         return Outcome(
             stage_durations={**result.stage_durations, Stage.EXPORT.value: time.monotonic() - begun},
             inference_s=inference_s,
             peak_memory_mb=tuple(result.peak_memory_mb),
             vae=tuple(dict(decision) for decision in result.decisions),
+            pictures=pictures,
         )
 
-    def _export(self, run: _Run, result: GenerationResult, loop: asyncio.AbstractEventLoop) -> None:
-        request = run.job.request
+    def _export(self, run: _Run, result: GenerationResult, loop: asyncio.AbstractEventLoop) -> tuple[bytes, ...]:
+        request, encoding = run.job.request, run.job.encoding
 
         def on_frame(done: int, total: int) -> None:
             if run.stopped.is_set():
                 raise Cancelled(f"{run.job.id} was stopped")
             loop.call_soon_threadsafe(self._store.advance, run.job, Stage.EXPORT, done, total)
 
-        if request.width is None or request.height is None or request.num_frames is None or result.fps is None:
+        if request.width is None or request.height is None or request.pictures is None:
             raise MediaError("the request was not resolved before it ran")
+        size, count = (request.width, request.height), request.runs * request.pictures
+        if encoding is not None:
+            return encode_pictures(
+                result.frames,
+                encoding,
+                size=size,
+                count=count,
+                transparency=self._lifecycle.engine.card.transparency,
+                on_picture=on_frame,
+            )
+        if result.fps is None:
+            raise MediaError("the clip has no frame rate")
         export_clip(
             result.frames,
             audio=result.audio,
             fps=result.fps,
-            size=(request.width, request.height),
-            num_frames=request.num_frames,
+            size=size,
+            num_frames=count,
             folder=run.job.folder,
             reference=run.images[0] if run.images else None,
             on_frame=on_frame,
         )
+        return ()
 
 
 def _reason(job: Job, error: Exception) -> JobError:

@@ -4,26 +4,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..errors import RequestError
 from .content import RangedFile, check_range
 from .events import job_events
-from .forms import RemixForm, VideoForm
-from .intake import Intake
 from .job import Job
 from .jobs import JobStore, ListOrder
 from .media import Variant
 from .runner import JobRunner
+from .schema import body_of
+from .video_form import RemixForm, VideoForm
+from .video_intake import VideoIntake
+from .waiting import CLIENT_CLOSED_REQUEST, finished, job_headers
 
 POLL_AFTER_MS = 500
-CLIENT_CLOSED_REQUEST = 499
 
 
 class VideoRoutes:
@@ -35,12 +34,12 @@ class VideoRoutes:
         store: Knows jobs.
     """
 
-    def __init__(self, intake: Intake, runner: JobRunner, store: JobStore) -> None:
+    def __init__(self, intake: VideoIntake, runner: JobRunner, store: JobStore) -> None:
         self._intake = intake
         self._runner = runner
         self._store = store
-        create = _body_of(VideoForm, "multipart/form-data", "application/json")
-        remix = _body_of(RemixForm, "application/json", "multipart/form-data")
+        create = body_of(VideoForm, "multipart/form-data", "application/json")
+        remix = body_of(RemixForm, "application/json", "multipart/form-data")
         self.router = APIRouter(prefix="/v1/videos", tags=["videos"])
         add = self.router.add_api_route
         add("", self.create_video, methods=["POST"], openapi_extra=create)
@@ -88,8 +87,7 @@ class VideoRoutes:
         """
         job = await self._accept(request)
         try:
-            await self._wait(job, request)
-            if job.live:
+            if not await finished(self._runner, job, request):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             _require_clip(job, failed_status=job.error.status if job.error else 500)
             video = await asyncio.to_thread(job.path(Variant.VIDEO).read_bytes)
@@ -97,7 +95,7 @@ class VideoRoutes:
             raise _gone(job.id, "deleted") from None
         finally:
             await self._runner.delete(job.id)
-        return Response(video, media_type=Variant.VIDEO.media_type, headers=_sync_headers(job))
+        return Response(video, media_type=Variant.VIDEO.media_type, headers=job_headers(job))
 
     async def retrieve_video(self, video_id: str) -> Response:
         """Return a job; also one that failed is a 200."""
@@ -147,14 +145,6 @@ class VideoRoutes:
         order = await self._intake.video(request)
         return self._runner.submit(order.request, model=order.model, seconds=order.seconds)
 
-    async def _wait(self, job: Job, request: Request) -> None:
-        waiting = {asyncio.create_task(self._runner.wait(job)), asyncio.create_task(_disconnected(request))}
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-
     async def _find(self, video_id: str) -> Job:
         await self._runner.expire()
         job = self._store.get(video_id)
@@ -172,11 +162,6 @@ class VideoRoutes:
         job = await self._find(video_id)
         _require_clip(job)
         return job
-
-
-def _body_of(form: type[BaseModel], *media_types: str) -> dict[str, Any]:
-    schema = form.model_json_schema()
-    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in media_types}}}
 
 
 def _require_clip(job: Job, failed_status: int = 422) -> None:
@@ -200,17 +185,3 @@ def _gone(video_id: str, how: str) -> RequestError:
 def _job_response(job: Job) -> Response:
     headers = {"openai-poll-after-ms": str(POLL_AFTER_MS)} if job.live else None
     return JSONResponse(job.to_json(), headers=headers)
-
-
-def _sync_headers(job: Job) -> dict[str, str]:
-    headers = {"X-Request-Id": job.id, "X-Model": job.model.encode("ascii", "replace").decode()}
-    if job.outcome is not None:
-        headers["X-Inference-Time-S"] = f"{job.outcome.inference_s:.3f}"
-        headers["X-Stage-Durations"] = json.dumps(job.outcome.stage_durations)
-        headers["X-Peak-Memory-MB"] = f"{max(job.outcome.peak_memory_mb, default=0.0):.1f}"
-    return headers
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
