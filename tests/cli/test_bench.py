@@ -2,6 +2,7 @@
 """`vllm-omni-vae bench`: its integers are those of the plan; what it times is nobody's promise."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from vllm_omni_vae.autoencoders import FAMILIES, Operation
 from vllm_omni_vae.autoencoders.cost import Forecaster
 from vllm_omni_vae.cli import blank
 from vllm_omni_vae.cli.main import main
-from vllm_omni_vae.config import TileExtent, VaeParallelMode
+from vllm_omni_vae.config import TileExtent, VaeParallelMode, VaeTileMerge
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +67,7 @@ def _exit(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
 
 
 def test_what_is_counted_is_what_the_plan_says(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
-    main(["bench", checkpoint, *SIZE, *TILES, *FEW, "--chunk", "1", "--json"])
+    main(["bench", checkpoint, *SIZE, *TILES, *FEW, "--chunk", "1", "--tile-merge", "blend", "sum", "--json"])
     out, err = capsys.readouterr()
     assert err == ""  # progress is for terminals
     found = json.loads(out)
@@ -75,35 +76,47 @@ def test_what_is_counted_is_what_the_plan_says(capsys: pytest.CaptureFixture[str
         **{"width": 64, "ranks": 2, "dtype": "float32", "device": "cpu", "backend": "gloo", "threads": 1},
         **{"warmup": 0, "repeats": 2},
     }
-    assert {name: value for name, value in found.items() if name != "operations"} == about
     forecasters = _forecasters(checkpoint, chunk=1)
+    weights = found.pop("weight_bytes")
+    assert weights == sum(tensor.nbytes for tensor in forecasters["decode"].vae.state_dict().values()) > 0
+    assert {name: value for name, value in found.items() if name != "operations"} == about
     for name, operation in found["operations"].items():
         forecaster = forecasters[name]
         assert operation["input"] == list(forecaster.shape)
         assert operation["left_out"] == {"spatial_shard_grid": "the same as spatial_shard_width on 2 ranks"}
         assert operation["auto"].startswith("auto takes spatial_shard_width on 1x2 ranks")
         arms = operation["arms"]
-        shared = ["tile", *SHARDS]
+        shared = ["tile", "tile/sum", *SHARDS]
         assert list(arms) == [
             *BASELINES,
             "tile",
+            "tile/sum",
             *(f"{shard}{end}" for shard in SHARDS for end in ("", "/no_messages")),
         ]
         for mode in shared:
-            forecast = forecaster.forecast(VaeParallelMode(mode), 2)
+            merge = VaeTileMerge.SUM if mode == "tile/sum" else VaeTileMerge.BLEND
+            forecast = forecaster.forecast(VaeParallelMode(mode.removesuffix("/sum")), 2, merge)
             arm = arms[mode]
             assert arm["decision"] == json.loads(json.dumps(forecast.decision.to_json()))
             assert arm["messages"] == [use.messages for use in forecast.uses]
             assert arm["bytes"] == [use.bytes for use in forecast.uses]
             assert arm["broadcast_bytes"] == [use.broadcast_bytes for use in forecast.uses]
+            assert arm["reduced_bytes"] == [use.reduced_bytes for use in forecast.uses]
+            given = math.prod(forecaster.shape) * 4
+            assert arm["incremental_peak_bytes"] == [peak - given for peak in arm["peak_bytes"]]
             assert arm["collectives"] == dict(forecast.uses[0].collectives)
-            judged = ("tiles", "holds") if mode == "tile" else (None, None)
+            judged = (None, None) if mode in SHARDS else ("tiles", "holds")
             assert (arm["comparison"]["against"], arm["comparison"]["promise"]) == judged
-            assert mode == "tile" or arm["comparison"]["to_untiled"]["max"] < 1e-4
+            assert mode not in SHARDS or arm["comparison"]["to_untiled"]["max"] < 1e-4
         assert sum(arms["tile"]["decision"]["tiles_per_rank"]) == 6
         assert arms["tile"]["comparison"]["to_tiles"] == {"max": 0.0, "mean": 0.0}
         assert arms["tile"]["comparison"]["to_untiled"] == arms["sequential_tiles"]["comparison"]["to_untiled"]
         assert arms["tile"]["comparison"]["to_untiled"]["max"] > 0
+        assert arms["tile/sum"]["decision"]["merge"] == "sum"
+        assert arms["tile/sum"]["comparison"]["limit"] == 8 * 2**-23
+        summed = forecaster.forecast(VaeParallelMode.TILE, 2, VaeTileMerge.SUM)
+        for peak, use in zip(arms["tile/sum"]["peak_bytes"], summed.uses, strict=True):
+            assert 0 <= peak - use.peak_bytes < 1024, "gloo may hold on to the integers of the last agreement"
         assert arms["direct"]["peak_bytes"] == [forecaster.direct().peak_bytes, 0]
         assert arms["direct"]["peak_bytes"][0] > arms["sequential_tiles"]["peak_bytes"][0]
         for arm in (name for name in arms if name not in shared):
@@ -118,7 +131,7 @@ def test_tables_bars_and_a_picture(capsys: pytest.CaptureFixture[str], checkpoin
     file = tmp_path / "bench.png"
     words = ("--operation", "decode", "--modes", "tile", "spatial_shard_height", "--png", str(file))
     main(["bench", checkpoint, *SIZE, *TILES, *FEW, *words])
-    head, about, table, bars, legend = (
+    head, about, table, memory, peaks, bars, legend = (
         part for part in capsys.readouterr().out.split("\n\n") if not part.startswith("encode")
     )
     assert head == (
@@ -130,6 +143,9 @@ def test_tables_bars_and_a_picture(capsys: pytest.CaptureFixture[str], checkpoin
     rows = table.splitlines()
     assert rows[0].split("  ")[-1] == "max diff to un-tiled"
     assert [row[: len("spatial_shard_height")].rstrip() for row in rows[2:]] == titles
+    assert memory.startswith("decode: MiB of each rank at its peak, ")
+    assert [row[: len("spatial_shard_height")].rstrip() for row in peaks.splitlines()[2:]] == titles
+    assert len(peaks.splitlines()[2].split("  ")) < len(peaks.splitlines()[4].split("  ")), "one rank, and both"
     assert [line[: len("spatial_shard_height")].rstrip() for line in bars.splitlines()[1:]] == titles
     use = _forecasters(checkpoint)["decode"].forecast(VaeParallelMode.SPATIAL_SHARD_HEIGHT, 2).uses
     assert f" {sum(one.messages for one in use)}  {sum(one.bytes for one in use) / 1e6:.2f}  " in rows[5]

@@ -16,6 +16,7 @@ from vllm_omni_vae.config import (
     TileExtent,
     VaeConfig,
     VaeParallelMode,
+    VaeTileMerge,
 )
 from vllm_omni_vae.config.flags import Flag, add_arguments, engine_config, flags, pick
 
@@ -42,6 +43,7 @@ def _samples(flag: Flag) -> list[tuple[list[str], Any]]:
         str: [(["some text"], "some text")],
         TileExtent: [(["32x48"], TileExtent(32, 48)), (["32x48x8"], TileExtent(32, 48, 8))],
         VaeParallelMode: [([mode.value], mode) for mode in VaeParallelMode],
+        VaeTileMerge: [([merge.value], merge) for merge in VaeTileMerge],
     }
     return samples.get(kind) or [(['{"a": [1]}'], {"a": [1]})]
 

@@ -2,6 +2,7 @@
 """`vllm-omni-vae plan`: what it prints, draws and refuses."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.vaes import VAES
+from vllm_omni_vae.autoencoders import DistributedAutoencoderKLWan
 from vllm_omni_vae.autoencoders.cost import Forecaster
 from vllm_omni_vae.autoencoders.wan import WanSpec
 from vllm_omni_vae.cli.drawing import Panel, draw_text
@@ -83,11 +85,13 @@ def test_a_full_size_decode_in_integers(capsys: pytest.CaptureFixture[str]) -> N
 
     totals = {"work", "coverage", "redundant_share", "imbalance", "largest_share", "speed_up_limit", "peak_bytes"}
     assert (
-        set(tile) == {"status", "reason", "decision", "messages", "bytes", "broadcast_bytes", "ranks", "parts"} | totals
+        set(tile)
+        == {"status", "reason", "decision", "messages", "bytes", "broadcast_bytes", "reduced_bytes", "ranks", "parts"}
+        | totals
     )
     flows = {f"{purpose}_{unit}" for purpose in ("halo", "attention", "result") for unit in ("messages", "bytes")}
-    counted = {"work", "messages", "bytes", "broadcast_bytes", "collectives", "network_calls", "halo_calls"}
-    assert set(tile["ranks"][0]) == flows | counted | {"peak_bytes"}
+    counted = {"work", "messages", "bytes", "broadcast_bytes", "reduced_bytes", "collectives", "network_calls"}
+    assert set(tile["ranks"][0]) == flows | counted | {"peak_bytes", "halo_calls"}
 
     # One decode of an inner rank: 33 exchanges for each of 21 latent frames, and keys and values for 7 others.
     # The halo of a causal convolution holds the rows of its two cached frames too: without them it would be 486 MB
@@ -155,7 +159,7 @@ def test_a_request_that_cannot_be_shared_falls_back(capsys: pytest.CaptureFixtur
 def test_a_strategy_that_would_fail_says_why(
     capsys: pytest.CaptureFixture[str], checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forecast(self: Forecaster, mode: VaeParallelMode, ranks: int) -> Any:
+    def forecast(*_: Any) -> Any:
         raise RankError(0, "UnsupportedError: too thin") from cause
 
     monkeypatch.setattr(Forecaster, "forecast", forecast)
@@ -166,6 +170,34 @@ def test_a_strategy_that_would_fail_says_why(
     with pytest.raises(SystemExit) as end:
         main(["plan", checkpoint, *SMALL, *TILES])
     assert end.value.code == 1
+
+
+@pytest.mark.usefixtures("every_mode")
+def test_both_merges_of_tiles_side_by_side(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
+    words = ("plan", checkpoint, *SMALL, *TILES, "--tile-merge", "blend", "sum")
+    for name, operation in _json(capsys, *words)["operations"].items():
+        rows = operation["strategies"]
+        assert tuple(rows) == ("direct", "tile", "tile/sum", *SHARDS, "auto")
+        blended, summed = rows["tile"], rows["tile/sum"]
+        assert (blended["decision"]["merge"], summed["decision"]["merge"]) == ("blend", "sum")
+        assert (blended["reduced_bytes"], summed["messages"], summed["bytes"]) == (0, 0, 0)
+        moments = 2 if name == "encode" else 1  # for each latent a mean and a variance
+        assert summed["decision"]["sent_bytes"] == moments * math.prod(operation["output"]) * 2
+        assert summed["parts"] == blended["parts"]
+        assert rows["spatial_shard_width"]["decision"]["merge"] == "blend"
+    main(words)
+    text = capsys.readouterr().out
+    assert text.count("\ntile/sum ") == 4
+
+
+def test_tiles_that_cannot_be_summed_are_refused(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DistributedAutoencoderKLWan, "tile_merge", lambda *_: None)
+    words = ("plan", checkpoint, *SMALL, *TILES, "--operation", "decode", "--tile-merge", "sum")
+    row = _json(capsys, *words)["operations"]["decode"]["strategies"]["tile/sum"]
+    assert row["status"] == "refused"
+    assert "merges tiles by its own tile_merge" in row["reason"]
 
 
 @pytest.mark.usefixtures("every_mode")

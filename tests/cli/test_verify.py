@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.processes import children
 from tests.helpers.broken_halo import ENVIRONMENT
+from tests.helpers.vaes import tiny_vae
 from vllm_omni_vae import tiny
 from vllm_omni_vae.cli import verify
 from vllm_omni_vae.cli.main import main
@@ -91,6 +92,24 @@ def test_the_table_and_float64(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert len(rows) == 2
         assert all("<= 1e-12  holds" in row for row in rows)
     assert sum(line.startswith("tile ") and "tiles: 0 <= 0  holds" in line for line in lines) == 2
+
+
+def test_a_decoder_that_wants_a_timestep_gets_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    vae = tiny_vae("ltx-2 timestep")
+    vae.save_pretrained(tmp_path / "vae")
+    _name(tmp_path, "vae", "AutoencoderKLLTX2Video")
+    words = ("--height", "56", "--width", "72", "--frames", "9", "--tile-size", "32x32", "--tile-stride", "24x24")
+    found = _json(capsys, "verify", str(tmp_path), *TWO, *ONCE, *words, "--tile-merge", "blend", "sum")
+    assert found["broken"] == []
+    for operation in found["autoencoders"][0]["operations"].values():
+        arms = operation["arms"]
+        assert list(arms) == ["direct", "sequential_tiles", "tile", "tile/sum", *SHARDS]
+        told = {name: arms[name]["comparison"] for name in ("tile", "tile/sum", *SHARDS)}
+        assert {comparison["promise"] for comparison in told.values()} == {"holds"}
+        assert (told["tile"]["error"], told["tile"]["limit"]) == (0.0, 0.0)
+        assert (told["tile/sum"]["against"], told["tile/sum"]["limit"]) == ("tiles", 8 * 2**-23)
+        assert arms["tile/sum"]["decision"]["merge"] == "sum"
+        assert (arms["tile"]["messages"], arms["tile/sum"]["messages"]) == ([0, 1], [0, 0])
 
 
 def test_a_missing_halo_is_found(checkpoint: Path) -> None:

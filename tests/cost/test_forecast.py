@@ -13,7 +13,7 @@ from tests.helpers.vaes import decisions, latents, on_ranks, pixels, tiny_vae
 from vllm_omni_vae.autoencoders import Decision, DistributedAutoencoderKLWan, Operation
 from vllm_omni_vae.autoencoders.cost import Forecast, Forecaster, run_rank
 from vllm_omni_vae.autoencoders.dry_run import CountingCommunicator, LiveBytes
-from vllm_omni_vae.config import VaeParallelMode
+from vllm_omni_vae.config import VaeParallelMode, VaeTileMerge
 from vllm_omni_vae.distributed import LocalCommunicator
 from vllm_omni_vae.errors import GeometryError
 
@@ -49,10 +49,18 @@ class Sent:
     attention_messages: int
     attention_bytes: int
     broadcast_bytes: int
+    reduced_bytes: int
     collectives: dict[str, int]
 
 
-def _really(vae: Any, operation: Operation, x: torch.Tensor, mode: VaeParallelMode, ranks: int) -> list[Sent]:
+def _really(
+    vae: Any,
+    operation: Operation,
+    x: torch.Tensor,
+    mode: VaeParallelMode,
+    ranks: int,
+    merge: VaeTileMerge = VaeTileMerge.BLEND,
+) -> list[Sent]:
     def body(mine: Any, rank: int) -> Sent:
         comm = mine.parallel_state.groups.work
         attention = _watch_attention(comm)
@@ -66,10 +74,11 @@ def _really(vae: Any, operation: Operation, x: torch.Tensor, mode: VaeParallelMo
             attention["messages"],
             attention["bytes"],
             sent.broadcast_bytes,
+            sent.reduced_bytes,
             sent.collectives,
         )
 
-    return on_ranks(ranks, vae, body, mode=mode)
+    return on_ranks(ranks, vae, body, mode=mode, merge=merge)
 
 
 def _watch_attention(comm: LocalCommunicator) -> Counter[str]:
@@ -96,6 +105,7 @@ def _told(forecast: Forecast) -> list[Sent]:
             use.attention_messages,
             use.attention_bytes,
             use.broadcast_bytes,
+            use.reduced_bytes,
             dict(use.collectives),
         )
         for use in forecast.uses
@@ -127,6 +137,36 @@ def test_what_is_sent_is_what_was_forecast(
         assert (use.messages, use.bytes, use.broadcast_bytes) == (cost.messages, cost.bytes, cost.broadcast_bytes)
     assert forecast.cost.coverage == pytest.approx(forecast.decision.coverage, abs=1e-4)
     assert forecast.cost.imbalance == pytest.approx(forecast.decision.imbalance, abs=1e-4)
+
+
+@pytest.mark.parametrize("operation", BOTH)
+@pytest.mark.parametrize(("ranks", "name", "size", "batch"), [(2, "wan2.1", (2, 5, 4), 2), (4, "wan2.1", (1, 7, 8), 1)])
+def test_what_is_summed_is_what_was_forecast(
+    operation: Operation, ranks: int, name: str, size: tuple[int, int, int], batch: int
+) -> None:
+    vae, merge = tiny_vae(name), VaeTileMerge.SUM
+    x = _input(vae, operation, *size, batch)
+    forecaster = Forecaster(_without_values(vae), operation, tuple(x.shape))
+    forecast = forecaster.forecast(TILE, ranks, merge)
+    assert _told(forecast) == _really(vae, operation, x, TILE, ranks, merge)
+    assert (forecast.decision.merge, forecast.cost.messages) == (merge, 0)
+    assert [use.reduced_bytes for use in forecast.uses] == [cost.reduced_bytes for cost in forecast.cost.ranks]
+    assert max(use.reduced_bytes for use in forecast.uses) == forecast.decision.sent_bytes
+    blended = forecaster.forecast(TILE, ranks)
+    assert blended.decision.merge is VaeTileMerge.BLEND
+    assert blended.cost.reduced_bytes == 0
+
+
+@pytest.mark.parametrize("operation", BOTH)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_peak_of_a_sum_is_that_of_tensors_with_values(operation: Operation, ranks: int) -> None:
+    vae, merge = tiny_vae("wan2.1"), VaeTileMerge.SUM
+    vae.__class__ = DistributedAutoencoderKLWan
+    shape = tuple(_input(vae, operation, 2, 5, 7, batch=2).shape)
+    forecast = Forecaster(_without_values(vae), operation, shape).forecast(TILE, ranks, merge)
+    for rank, use in enumerate(forecast.uses):
+        real = run_rank(vae, operation, shape, TILE, CountingCommunicator(rank, ranks), None, merge=merge)
+        assert use == real
 
 
 @pytest.mark.parametrize("operation", BOTH)

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.docs.markdown import ROOT
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLLTX2Video, Operation
 from vllm_omni_vae.autoencoders.cost import Forecaster
+from vllm_omni_vae.cli import plan_report
 from vllm_omni_vae.cli.full_size import FULL_SIZE
-from vllm_omni_vae.config import TileExtent, VaeParallelMode
+from vllm_omni_vae.config import TileExtent, VaeParallelMode, VaeTileMerge
 
 
 def without_values(**layers: Any) -> Any:
@@ -62,3 +64,46 @@ def test_27_tiles_of_a_long_clip_on_8_ranks() -> None:
     assert eight.decision.imbalance == 1.0579
     others = [max(use.peak_bytes for use in forecast.uses[1:]) for forecast in (two, eight)]
     assert others[1] <= others[0] < whole.peak_bytes / 4, "one tile at a time, on however many ranks"
+
+
+def test_summing_27_tiles_of_a_long_clip_in_integers() -> None:
+    vae = without_values()
+    vae.spec.set_tiling(vae, TileExtent(320, 512, 64), TileExtent(256, 448, 48))
+    forecaster = Forecaster(vae, Operation.DECODE, (1, 128, 16, 24, 40))
+    summed, blended = (
+        forecaster.forecast(VaeParallelMode.TILE, 8, merge) for merge in (VaeTileMerge.SUM, VaeTileMerge.BLEND)
+    )
+    whole = 3 * 121 * 768 * 1280 * 2
+    assert summed.decision.sent_bytes == whole == 713687040
+    assert [use.reduced_bytes for use in summed.uses] == [0, *[whole] * 7]
+    assert summed.cost.reduced_bytes == 7 * whole
+    assert summed.cost.ranks[0].work == blended.cost.ranks[0].work
+    assert (summed.cost.messages, blended.cost.messages) == (0, 7)
+    # A rank that sums holds the whole and one tile at a time; the output rank that blends, every tile and the whole.
+    assert [summed.uses[0].peak_bytes, summed.peak_bytes] == [1453034496, 1635773440]
+    assert [blended.uses[0].peak_bytes, max(use.peak_bytes for use in blended.uses[1:])] == [3029238016, 1075194880]
+    assert blended.cost.bytes == 1033666560
+    page = (ROOT / "docs" / "design" / "feature" / "vae_parallel.md").read_text()
+    for name, forecast in (("blend", blended), ("sum", summed)):
+        others = [round(use.peak_bytes / 2**20) for use in forecast.uses[1:]]
+        brought = round((forecast.cost.bytes + forecast.cost.reduced_bytes) / 1e6)
+        first = round(forecast.uses[0].peak_bytes / 2**20)
+        assert f"| `{name}` | {first} MiB | {min(others)} to {max(others)} MiB | {brought} MB |" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", list(Operation))
+@pytest.mark.parametrize(("height", "width"), [(544, 960), (768, 1280)])
+def test_the_guide_on_measuring_says_what_plan_counts(operation: Operation, height: int, width: int) -> None:
+    shapes = {
+        Operation.ENCODE: (1, 3, 121, height, width),
+        Operation.DECODE: (1, 128, 16, height // 32, width // 32),
+    }
+    forecaster = Forecaster(without_values(), operation, shapes[operation])
+    tile, grid = VaeParallelMode.TILE, VaeParallelMode.SPATIAL_SHARD_GRID
+    page = (ROOT / "docs" / "user_guide" / "measuring.md").read_text()
+    rows = {"direct": forecaster.direct()} | {mode.value: forecaster.forecast(mode, 8) for mode in (tile, grid)}
+    for name, forecast in rows.items():
+        _, parts, share, _, _, limit, *_, all_bytes, peak = plan_report.cells(name, forecast)
+        row = (f"{height}x{width}", operation, f"`{name}`", parts, share, limit, all_bytes, peak)
+        assert f"| {' | '.join(row)} |\n" in page

@@ -16,7 +16,7 @@ from diffusers import (
 )
 
 from vllm_omni_vae.autoencoders import Decision, Operation, ParallelState, distributed_class
-from vllm_omni_vae.config import VaeParallelMode
+from vllm_omni_vae.config import VaeParallelMode, VaeTileMerge
 from vllm_omni_vae.distributed import LocalCommunicator, LocalWorld, VaeGroups
 from vllm_omni_vae.tiny.common import randomize
 from vllm_omni_vae.tiny.ltx2 import DECODER_2_3
@@ -262,6 +262,7 @@ def on_ranks(
     call: Callable[[Any, int], T],
     *,
     mode: VaeParallelMode = VaeParallelMode.TILE,
+    merge: VaeTileMerge = VaeTileMerge.BLEND,
     workers: tuple[int, ...] = (),
     output: int = 0,
     broadcast: bool = False,
@@ -276,7 +277,8 @@ def on_ranks(
     def body(comm: LocalCommunicator) -> T:
         mine = copy.deepcopy(vae)
         mine.__class__ = kind or distributed_class(vae)
-        mine._vae_parallel = ParallelState(local_groups(comm, workers, output, work_world), mode, broadcast)
+        groups = local_groups(comm, workers, output, work_world)
+        mine._vae_parallel = ParallelState(groups, mode, broadcast, merge=merge)
         with torch.no_grad():
             return call(mine, comm.rank)
 

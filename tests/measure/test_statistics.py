@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_omni_vae.config import VaeParallelMode
+from vllm_omni_vae.config import VaeParallelMode, VaeTileMerge
 from vllm_omni_vae.measure.arms import Arm, Kind, arms_of
 from vllm_omni_vae.measure.messages import ArmSeen, Comparison, Difference, RankSeen, Work
 from vllm_omni_vae.measure.result import OperationResult, gather_arms
@@ -45,24 +45,33 @@ def test_every_arm_has_a_name_of_its_own_and_shards_have_bounds() -> None:
     assert len({arm.title for arm in arms}) == len(arms)
 
 
+def test_each_merge_of_tiles_is_an_arm() -> None:
+    arms = arms_of([TILE, WIDTH], bounds=False, merges=list(VaeTileMerge))
+    assert [arm.name for arm in arms[2:]] == ["tile", "tile/sum", "spatial_shard_width"]
+    assert [arm.title for arm in arms[2:]] == ["tile", "tile/sum", "spatial_shard_width"]
+
+
 def test_two_ranks_are_one_result() -> None:
     arms = (Arm(Kind.UNTILED), Arm(Kind.SHARED, WIDTH))
     fine = Comparison(NONE, NONE, "untiled", 1e-7, 1e-6)
     first = {
-        "direct": ArmSeen([4.0, 6.0], [3.0, 5.0], 70, comparison=Comparison(NONE, NONE)),
-        "spatial_shard_width": ArmSeen([2.0, 1.0], [1.0, 1.0], 40, 3, 30, 8, {"gather": 1}, {"a": 1}, fine),
+        "direct": ArmSeen([4.0, 6.0], [3.0, 5.0], 70, 10, comparison=Comparison(NONE, NONE)),
+        "spatial_shard_width": ArmSeen([2.0, 1.0], [1.0, 1.0], 40, 10, 3, 30, 8, 5, {"gather": 1}, {"a": 1}, fine),
     }
     second = {
         "direct": ArmSeen([0.0, 0.0], [0.0, 0.0]),
-        "spatial_shard_width": ArmSeen([1.0, 3.0], [1.5, 0.5], 50, 4, 31, 0, {"gather": 1}, {"a": 1}),
+        "spatial_shard_width": ArmSeen([1.0, 3.0], [1.5, 0.5], 50, 10, 4, 31, 0, 6, {"gather": 1}, {"a": 1}),
     }
-    ranks = [RankSeen("cpu", "gloo", 1, {"decode": seen}) for seen in (first, second)]
+    ranks = [RankSeen("cpu", "gloo", 1, 99, {"decode": seen}) for seen in (first, second)]
     alone, shared = gather_arms(Work("decode", (1,), arms), ranks)
     assert (alone.wall_s.median, alone.cpu_s.median, alone.peak_bytes) == (5.0, 4.0, (70, 0))
     assert (shared.wall_s.median, shared.cpu_s.median, shared.peak_bytes) == (2.5, 1.25, (40, 50))
     assert (shared.messages, shared.bytes, shared.broadcast_bytes) == ((3, 4), (30, 31), (8, 0))
+    assert (shared.reduced_bytes, shared.incremental_peak_bytes) == ((5, 6), (30, 40))
+    assert alone.incremental_peak_bytes == (60, 0)
     told = OperationResult("decode", (1,), (2,), (alone, shared), {}, "").to_json()["arms"]
     assert told["spatial_shard_width"]["speed"] == 2.0
+    assert told["spatial_shard_width"]["incremental_peak_bytes"] == (30, 40)
     assert told["spatial_shard_width"]["comparison"]["promise"] == "holds"
     assert told["direct"]["comparison"]["promise"] is None
 

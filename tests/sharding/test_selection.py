@@ -178,6 +178,24 @@ def test_small_shards_take_several_latent_frames_at_a_time(ranks: int, latents: 
     assert chosen(WIDTH, ranks, latents).chunk == chunk
 
 
+@pytest.mark.parametrize(
+    ("mode", "ranks", "rank_grid"),
+    [(WIDTH, 2, (1, 2)), (WIDTH, 3, None), (HEIGHT, 3, (3, 1)), (GRID, 4, (2, 2)), (GRID, 8, None), (AUTO, 3, (3, 1))],
+)
+def test_every_rank_has_as_much_as_the_family_needs(
+    mode: VaeParallelMode, ranks: int, rank_grid: tuple[int, int] | None
+) -> None:
+    latents = (9, 14)
+    decision = select_strategy(
+        Operation.DECODE, mode, tiles_of(latents), ranks, latents=latents, can_shard=True, thinnest=(3, 7)
+    )
+    if rank_grid:
+        assert decision.rank_grid == rank_grid
+    else:
+        assert (decision.strategy, decision.fallback) == (Strategy.TILE, True)
+        assert decision.reason == f"{mode}: 9x14 latents cannot give each of {ranks} ranks 3 rows or 7 columns"
+
+
 def test_a_single_frame_is_taken_alone() -> None:
     axis = AxisTiling(4, 3)
     tiles = TileGrid((AxisTiling(None), axis, axis), (1, 8, 8))

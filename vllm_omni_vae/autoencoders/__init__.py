@@ -6,6 +6,7 @@ from .distribute import FAMILIES, distribute, distributed_class, families_by_nam
 from .flux2 import DistributedAutoencoderKLFlux2
 from .kl import DistributedAutoencoderKL
 from .ltx2 import DistributedAutoencoderKLLTX2Video
+from .ltx2_diffusion import DistributedLTX2VideoDiffusionDecoderModel
 from .mixin import DistributedVaeMixin
 from .policy import Decision, Strategy, select_strategy
 from .qwen_image import DistributedAutoencoderKLQwenImage, DistributedAutoencoderKLQwenImage21
@@ -24,6 +25,7 @@ __all__ = [
     "DistributedAutoencoderKLQwenImage",
     "DistributedAutoencoderKLQwenImage21",
     "DistributedAutoencoderKLWan",
+    "DistributedLTX2VideoDiffusionDecoderModel",
     "DistributedVaeMixin",
     "FamilySpec",
     "Operation",

@@ -23,7 +23,11 @@ def outline(value: Any) -> object:
 
 
 def content(value: Any) -> object:
-    """As `outline`, and sums over what is in a tensor."""
+    """As `outline`, and sums over what is in a tensor, and the state of a generator; of a list, each value's."""
+    if isinstance(value, list | tuple):
+        return [content(one) for one in value]
+    if isinstance(value, torch.Generator):
+        return _digest(value.get_state())
     known = outline(value)
     return (known, fingerprint(value.reshape(1, -1))) if isinstance(value, torch.Tensor) else known
 
@@ -53,4 +57,8 @@ def random_state(device: torch.device) -> str:
     if device.type == "meta":
         return ""
     state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return _digest(state)
+
+
+def _digest(state: torch.Tensor) -> str:
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import VaeParallelMode
+from ..config import VaeParallelMode, VaeTileMerge
 from ..distributed import VaeGroups
 from ..errors import GeometryError
 from ..geometry import Partition, RankGrid, TileGrid, deal
@@ -25,7 +25,7 @@ from .spec import FamilySpec, Operation
 from .state import ParallelState
 from .twin import switches
 
-_COLLECTIVES = ("all_gather", "all_gather_uneven", "all_reduce", "gather", "broadcast")
+_COLLECTIVES = ("all_gather", "all_gather_uneven", "all_reduce", "gather", "reduce", "broadcast")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class RankUse:
         attention_messages, attention_bytes: Keys and values for every other rank.
         result_messages, result_bytes: Its part of the result for the output rank.
         broadcast_bytes: The result for every rank, where it sends that.
+        reduced_bytes: Its sum of tiles, as large as the whole, where the ranks add those up.
         collectives: Collectives by name, those of a few integers with which ranks agree included.
         network_calls: Calls of the encoder or decoder.
         peak_bytes: Most bytes of tensors that exist at one time, from the input on: without weights, workspaces, and
@@ -52,6 +53,7 @@ class RankUse:
     result_messages: int = 0
     result_bytes: int = 0
     broadcast_bytes: int = 0
+    reduced_bytes: int = 0
     collectives: tuple[tuple[str, int], ...] = ()
     network_calls: int = 0
     peak_bytes: int = 0
@@ -121,22 +123,22 @@ class Forecaster:
         use = self._run(None, 0, 1, self._memo)
         return Forecast(decision, whole_cost(self.seen, 1, self.shape[0]), (use,))
 
-    def decide(self, mode: VaeParallelMode, ranks: int) -> Decision:
-        """What the autoencoder would do with ``mode`` on ``ranks`` ranks."""
-        state = _state(CountingCommunicator(0, ranks), mode, self.chunk)
+    def decide(self, mode: VaeParallelMode, ranks: int, merge: VaeTileMerge = VaeTileMerge.BLEND) -> Decision:
+        """What the autoencoder would do with ``mode`` and ``merge`` on ``ranks`` ranks."""
+        state = _state(CountingCommunicator(0, ranks), mode, self.chunk, merge)
         tiled = self.spec.is_tiled(self.vae, self.operation, self.shape)
-        decision: Decision = self.vae.decide(state, self.operation, self.seen if tiled else None)
+        decision: Decision = self.vae.decide(state, self.operation, self.seen if tiled else None, self.shape[0])
         return decision
 
-    def forecast(self, mode: VaeParallelMode, ranks: int) -> Forecast:
+    def forecast(self, mode: VaeParallelMode, ranks: int, merge: VaeTileMerge = VaeTileMerge.BLEND) -> Forecast:
         """``mode`` on ``ranks`` ranks, of which the first owns the result. Modes that do the same are counted once."""
-        decision = self.decide(mode, ranks)
-        what = (ranks, decision.strategy, decision.rank_grid, decision.chunk)
+        decision = self.decide(mode, ranks, merge)
+        what = (ranks, decision.strategy, decision.rank_grid, decision.chunk, decision.merge)
         if what not in self._known:
             if decision.sharded:
                 self._known[what] = self._sharded(decision, mode, ranks)
             elif decision.strategy is Strategy.TILE:
-                self._known[what] = self._tiled(mode, ranks)
+                self._known[what] = self._tiled(mode, ranks, merge)
             else:
                 self._known[what] = self._whole(mode, ranks)
         return Forecast(decision, *self._known[what])
@@ -154,7 +156,7 @@ class Forecaster:
     def _whole(self, mode: VaeParallelMode, ranks: int) -> tuple[Cost, tuple[RankUse, ...]]:
         return whole_cost(self.seen, ranks, self.shape[0]), self._uses([None] * ranks, mode)
 
-    def _tiled(self, mode: VaeParallelMode, ranks: int) -> tuple[Cost, tuple[RankUse, ...]]:
+    def _tiled(self, mode: VaeParallelMode, ranks: int, merge: VaeTileMerge) -> tuple[Cost, tuple[RankUse, ...]]:
         grid = self.grid()
         assignment = deal([grid.workload(coord) for coord in grid.coords()], ranks)
         cost = tile_cost(
@@ -164,10 +166,11 @@ class Forecaster:
             element_size=self.vae.dtype.itemsize,
             batch=self.shape[0],
             broadcast=self.operation is Operation.ENCODE,
+            summed=merge is VaeTileMerge.SUM,
         )
         cells = [tuple(w.stop - w.start for w in grid.cell(coord)) for coord in grid.coords()]
         kinds = [(rank == 0, tuple(cells[task] for task in assignment.tasks_of(rank))) for rank in range(ranks)]
-        return cost, self._uses(kinds, mode)
+        return cost, self._uses(kinds, mode, merge=merge)
 
     def _sharded(self, decision: Decision, mode: VaeParallelMode, ranks: int) -> tuple[Cost, tuple[RankUse, ...]]:
         layouts = [self.layout(decision, rank) for rank in range(ranks)]
@@ -185,18 +188,31 @@ class Forecaster:
             costs.append(RankCost(depth * area, use.messages, use.bytes, use.broadcast_bytes))
         return Cost(self.shape[0] * prod(self.seen), tuple(costs)), uses
 
-    def _uses(self, kinds: list[Any], mode: VaeParallelMode, sends: bool = False) -> tuple[RankUse, ...]:
+    def _uses(
+        self,
+        kinds: list[Any],
+        mode: VaeParallelMode,
+        sends: bool = False,
+        merge: VaeTileMerge = VaeTileMerge.BLEND,
+    ) -> tuple[RankUse, ...]:
         """Run one rank of each kind; network calls that send nothing are the same on all of them."""
         found: dict[Any, RankUse] = {}
         for rank, kind in enumerate(kinds):
             if kind not in found:
                 memo = self._memo.elsewhere() if sends else self._memo
-                found[kind] = self._run(mode, rank, len(kinds), memo)
+                found[kind] = self._run(mode, rank, len(kinds), memo, merge)
         return tuple(found[kind] for kind in kinds)
 
-    def _run(self, mode: VaeParallelMode | None, rank: int, ranks: int, memo: Memo) -> RankUse:
+    def _run(
+        self,
+        mode: VaeParallelMode | None,
+        rank: int,
+        ranks: int,
+        memo: Memo,
+        merge: VaeTileMerge = VaeTileMerge.BLEND,
+    ) -> RankUse:
         comm = CountingCommunicator(rank, ranks)
-        return run_rank(self.vae, self.operation, self.shape, mode, comm, memo, self.chunk)
+        return run_rank(self.vae, self.operation, self.shape, mode, comm, memo, self.chunk, merge)
 
 
 def run_rank(
@@ -207,6 +223,7 @@ def run_rank(
     comm: CountingCommunicator,
     memo: Memo | None,
     chunk: int | None = None,
+    merge: VaeTileMerge = VaeTileMerge.BLEND,
 ) -> RankUse:
     """Encode or decode as one rank, and count.
 
@@ -217,9 +234,10 @@ def run_rank(
         comm: Which rank this is.
         memo: What was seen on an equal rank, and where more is noted; None: run everything.
         chunk: Latent frames at a time of a shard; None: as the autoencoder decides.
+        merge: How tiles become one.
     """
     before = switches(vae) | {"_vae_parallel": vae._vae_parallel}
-    vae._vae_parallel = None if mode is None else _state(comm, mode, chunk)
+    vae._vae_parallel = None if mode is None else _state(comm, mode, chunk, merge)
     if mode is None:
         vae.spec.leave_whole(vae)
     else:
@@ -242,6 +260,7 @@ def run_rank(
         result_messages=tally["result messages"],
         result_bytes=tally["result bytes"],
         broadcast_bytes=comm.traffic.broadcast_bytes,
+        reduced_bytes=comm.traffic.reduced_bytes,
         collectives=tuple((name, tally[name]) for name in _COLLECTIVES if tally[name]),
         network_calls=run.network_calls,
         peak_bytes=run.bytes.peak,
@@ -255,7 +274,7 @@ class _Unheard(ParallelState):
         return
 
 
-def _state(comm: CountingCommunicator, mode: VaeParallelMode, chunk: int | None) -> ParallelState:
-    state = _Unheard(VaeGroups(comm, comm, tuple(range(comm.size))), mode, False)
+def _state(comm: CountingCommunicator, mode: VaeParallelMode, chunk: int | None, merge: VaeTileMerge) -> ParallelState:
+    state = _Unheard(VaeGroups(comm, comm, tuple(range(comm.size))), mode, False, merge=merge)
     state.chunk = chunk
     return state

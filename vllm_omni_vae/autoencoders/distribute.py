@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..config import VaeParallelMode
+from ..config import VaeParallelMode, VaeTileMerge
 from ..errors import ConfigurationError, UnsupportedError
 from .flux2 import DistributedAutoencoderKLFlux2
 from .kl import DistributedAutoencoderKL
 from .ltx2 import DistributedAutoencoderKLLTX2Video
-from .mixin import DistributedVaeMixin, check_mode
+from .ltx2_diffusion import DistributedLTX2VideoDiffusionDecoderModel
+from .mixin import DistributedVaeMixin, check_merge, check_mode
 from .qwen_image import DistributedAutoencoderKLQwenImage, DistributedAutoencoderKLQwenImage21
 from .untiled import untiled_class
 from .untiled_classes import CLASSES
@@ -26,6 +27,7 @@ FAMILIES: tuple[type[DistributedVaeMixin], ...] = (
     DistributedAutoencoderKL,
     DistributedAutoencoderKLFlux2,
     DistributedAutoencoderKLLTX2Video,
+    DistributedLTX2VideoDiffusionDecoderModel,
     DistributedAutoencoderKLQwenImage,
     DistributedAutoencoderKLQwenImage21,
 )
@@ -53,6 +55,7 @@ def distribute(
     *,
     size: int,
     mode: str | VaeParallelMode = VaeParallelMode.TILE,
+    merge: str | VaeTileMerge = VaeTileMerge.BLEND,
     group: dist.ProcessGroup | Sequence[int] | None = None,
     output_rank: int = 0,
     broadcast_result: bool | None = None,
@@ -72,6 +75,7 @@ def distribute(
         vae: A loaded diffusers autoencoder of a known family.
         size: Ranks that share the work. More than there are fall back to all of them, with one warning.
         mode: ``tile`` or another `VaeParallelMode` that the family has.
+        merge: ``blend`` or ``sum``, a `VaeTileMerge`: how tiles become one result.
         group: None: the first ``size`` ranks of the world. A process group: its first ``size`` ranks, only its members
             call. A sequence of global ranks: these work and every rank of the world calls.
         output_rank: Rank, within the working ranks, that owns decoded samples.
@@ -82,7 +86,7 @@ def distribute(
         ``vae`` itself.
 
     Raises:
-        UnsupportedError: the family is not known, or does not have the mode.
+        UnsupportedError: the family is not known, does not have the mode, or cannot sum its tiles.
         ConfigurationError: the size or the ranks cannot be used, or torch.distributed is not initialised.
     """
     family = distributed_class(vae) or untiled_class(vae)
@@ -92,8 +96,9 @@ def distribute(
         raise UnsupportedError(
             f"{type(vae).__name__} cannot be distributed; families that can: {known}; without tiles: {others}"
         )
-    mode = VaeParallelMode.parse(mode)
+    mode, merge = VaeParallelMode.parse(mode), VaeTileMerge.parse(merge)
     check_mode(family.spec, mode)
+    check_merge(family, merge)
     if size < 1:
         raise ConfigurationError(f"VAE parallel size is {size}; it counts ranks and must be at least 1")
     if size == 1:
@@ -104,6 +109,7 @@ def distribute(
         vae.set_parallel_size(
             size,
             mode=mode,
+            merge=merge,
             group=group,
             output_rank=output_rank,
             broadcast_result=broadcast_result,

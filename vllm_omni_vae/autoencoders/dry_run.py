@@ -212,13 +212,14 @@ class DryRun:
         self._tally = comm.tally
         self._calls = None if memo is None else memo.calls
         self._networks = {name: module for name, module in vae.named_children() if name in NETWORKS}
+        self._countable = vae.spec.countable(vae)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> DryRun:
         for name, network in self._networks.items():
             network.forward = _Replayed(self, name, network.forward)
             self._stack.callback(delattr, network, "forward")
-        for context in (torch.no_grad(), _FusedAttention(), self.bytes):
+        for context in (torch.no_grad(), self._countable, _FusedAttention(), self.bytes):
             self._stack.enter_context(context)
         return self
 

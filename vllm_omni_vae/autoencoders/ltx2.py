@@ -32,6 +32,7 @@ class Ltx2Spec(FamilySpec):
 
     name = "AutoencoderKLLTX2Video"
     modes = frozenset(VaeParallelMode)
+    mends_tiles = True
 
     @property
     def base_class(self) -> type:
@@ -75,7 +76,15 @@ class Ltx2Spec(FamilySpec):
         return bool(vae.use_framewise_decoding and frames > vae.tile_sample_min_num_frames // unit)
 
     def tiles_as_diffusers(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> bool:
-        return operation is Operation.ENCODE or not self.is_framewise(vae, operation, shape[-3])
+        """Not where diffusers is a frame late, nor where its last tile is too thin for the padding and it fails."""
+        late = operation is Operation.DECODE and self.is_framewise(vae, operation, shape[-3])
+        return not late and not self._leaves_too_thin(vae, operation, shape[-2:])
+
+    def _leaves_too_thin(self, vae: Vae, operation: Operation, extents: tuple[int, ...]) -> bool:
+        if not self._is_cut_in_space(vae, operation, extents):
+            return False
+        axes = zip(self.tiling(vae, operation)[1:], extents, strict=True)
+        return any((extent - 1) % axis.stride + 1 < axis.minimum for axis, extent in axes)
 
     def set_tiling(self, vae: Vae, size: TileExtent | None, stride: TileExtent | None) -> None:
         """As every family; and lengths in frames, of either or both, switch the cutting of time on.
@@ -282,18 +291,23 @@ class DistributedAutoencoderKLLTX2Video(DistributedVaeMixin, AutoencoderKLLTX2Vi
 
     def tiled_encode(self, x: torch.Tensor, causal: bool | None = None) -> torch.Tensor:
         """Collective when distributed. See `DistributedVaeMixin.tiled_encode`; a long clip is cut in time too."""
-        if self._vae_parallel is None:
-            moments: torch.Tensor = AutoencoderKLLTX2Video.tiled_encode(self, x, causal=causal)
-            return moments
-        return self.encode_shared(x, causal=causal)
+        if self._vae_parallel is not None:
+            return self.encode_shared(x, causal=causal)
+        if self.mends(Operation.ENCODE, x):
+            return self.run_tiles_alone(Operation.ENCODE, x, causal=causal)
+        moments: torch.Tensor = AutoencoderKLLTX2Video.tiled_encode(self, x, causal=causal)
+        return moments
 
     def tiled_decode(  # type: ignore[override]
         self, z: torch.Tensor, temb: torch.Tensor | None = None, causal: bool | None = None, return_dict: bool = True
     ) -> Any:
         """Collective when distributed. See `DistributedVaeMixin.tiled_decode`; a long clip is cut in time too."""
-        if self._vae_parallel is None:
+        if self._vae_parallel is not None:
+            sample = self.decode_shared(z, temb=temb, causal=causal)
+        elif self.mends(Operation.DECODE, z):
+            sample = self.run_tiles_alone(Operation.DECODE, z, temb=temb, causal=causal)
+        else:
             return AutoencoderKLLTX2Video.tiled_decode(self, z, temb, causal=causal, return_dict=return_dict)
-        sample = self.decode_shared(z, temb=temb, causal=causal)
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     def decide(
@@ -305,13 +319,13 @@ class DistributedAutoencoderKLLTX2Video(DistributedVaeMixin, AutoencoderKLLTX2Vi
         return decision
 
     def _temporal_tiled_encode(self, x: torch.Tensor, causal: bool | None = None) -> Any:
-        if self._vae_parallel is None:
+        if self._vae_parallel is None and not self.mends(Operation.ENCODE, x):
             return super()._temporal_tiled_encode(x, causal=causal)
         return self.tiled_encode(x, causal=causal)
 
     def _temporal_tiled_decode(
         self, z: torch.Tensor, temb: torch.Tensor | None, causal: bool | None = None, return_dict: bool = True
     ) -> Any:
-        if self._vae_parallel is None:
+        if self._vae_parallel is None and not self.mends(Operation.DECODE, z):
             return super()._temporal_tiled_decode(z, temb, causal=causal, return_dict=return_dict)
         return self.tiled_decode(z, temb, causal=causal, return_dict=return_dict)

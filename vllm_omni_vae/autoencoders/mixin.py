@@ -10,22 +10,22 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from ..config import VaeParallelMode
+from ..config import VaeParallelMode, VaeTileMerge
 from ..distributed import VaeGroups, agree_on
 from ..errors import ConfigurationError, UnsupportedError
 from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
-from .arguments import call_facts, outline
+from .arguments import call_facts
 from .memory import agreed_budget, within_budget
 from .policy import Decision, select_strategy
 from .sharded import run_sharded
 from .spec import CallOptions, FamilySpec, Operation, output_dtype
 from .state import ParallelState
-from .twin import switches
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,7 +38,8 @@ class DistributedVaeMixin:
     """Spreads the tiled encode and decode of a diffusers autoencoder over ranks.
 
     Put it before the diffusers class: ``class DistributedX(DistributedVaeMixin, X)`` with ``spec`` set. Until
-    `set_parallel_size` is called with more than one rank, every method is diffusers' own.
+    `set_parallel_size` is called with more than one rank, every method is diffusers' own; after `mend_tiles` but for
+    tiles that diffusers gets wrong.
 
     Decoded samples belong to the output rank. On other ranks `decode` returns a placeholder: zeros with one frame, row
     and column, enough for the tail of a diffusers pipeline to run on. Moments from `encode` are whole on every rank.
@@ -49,6 +50,7 @@ class DistributedVaeMixin:
 
     spec: ClassVar[FamilySpec]
     _vae_parallel: ParallelState | None = None
+    _mends_tiles: bool = False
 
     if TYPE_CHECKING:
         config: Any
@@ -66,6 +68,7 @@ class DistributedVaeMixin:
         group: dist.ProcessGroup | Sequence[int] | None = None,
         *,
         mode: str | VaeParallelMode = VaeParallelMode.TILE,
+        merge: str | VaeTileMerge = VaeTileMerge.BLEND,
     ) -> None:
         """Collective. Share the work among all ranks of ``group`` (default: the world)."""
         import torch.distributed as dist
@@ -73,13 +76,14 @@ class DistributedVaeMixin:
         if not dist.is_initialized():
             raise ConfigurationError("init_distributed needs torch.distributed; call init_process_group first")
         size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup | None) else len(group)
-        self.set_parallel_size(size, mode=mode, group=group)
+        self.set_parallel_size(size, mode=mode, merge=merge, group=group)
 
     def set_parallel_size(
         self,
         size: int,
         *,
         mode: str | VaeParallelMode = VaeParallelMode.TILE,
+        merge: str | VaeTileMerge = VaeTileMerge.BLEND,
         group: dist.ProcessGroup | Sequence[int] | None = None,
         output_rank: int = 0,
         broadcast_result: bool | None = None,
@@ -92,17 +96,19 @@ class DistributedVaeMixin:
         Args:
             size: Ranks that share the work.
             mode: A `VaeParallelMode` or its text.
+            merge: A `VaeTileMerge` or its text: how tiles become one result.
             group: Where these ranks are; see `VaeGroups.create`.
             output_rank: Rank within them that owns decoded samples.
             broadcast_result: Give decoded samples to every calling rank. Default: no.
             timeout: How long a rank waits for another. Default: torch's.
 
         Raises:
-            ConfigurationError: a size below 1, an unknown mode, or ranks that do not exist.
-            UnsupportedError: a mode that the family does not have.
+            ConfigurationError: a size below 1, an unknown mode or merge, or ranks that do not exist.
+            UnsupportedError: a mode that the family does not have, or tiles that it cannot sum.
         """
-        mode = VaeParallelMode.parse(mode)
+        mode, merge = VaeParallelMode.parse(mode), VaeTileMerge.parse(merge)
         check_mode(self.spec, mode)
+        check_merge(type(self), merge)
         if size < 1:
             raise ConfigurationError(f"VAE parallel size is {size}; it counts ranks and must be at least 1")
         if size == 1:
@@ -118,7 +124,8 @@ class DistributedVaeMixin:
             groups = VaeGroups.create(size, group, output_rank, timeout)
             budget = agreed_budget(groups, self.device)
         alone = len(groups.workers) == 1
-        self._vae_parallel = None if alone else ParallelState(groups, mode, bool(broadcast_result), placement, budget)
+        state = ParallelState(groups, mode, bool(broadcast_result), placement, budget, merge)
+        self._vae_parallel = None if alone else state
         if not alone and VaeParallelMode.TILE in self.spec.modes and not self.use_tiling:
             self.enable_tiling()
             logger.info("VAE tiling is switched on: %d ranks share %s", len(groups.workers), self.spec.name)
@@ -157,13 +164,16 @@ class DistributedVaeMixin:
             return super().decode(z, *args, **kwargs)  # type: ignore[misc]
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on every rank."""
+        """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on every rank.
+
+        Where tiles are summed (`VaeTileMerge`) they are equal to those up to the order of additions.
+        """
         if self._vae_parallel is None:
             return super().tiled_encode(x)  # type: ignore[misc]
         return self.encode_shared(x)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        """Collective when distributed. Bit-equal to diffusers' sequential tiles; the result is on the output rank."""
+        """Collective when distributed. As `tiled_encode`, but the result is on the output rank."""
         if self._vae_parallel is None:
             return super().tiled_decode(z, return_dict=return_dict)  # type: ignore[misc]
         sample = self.decode_shared(z)
@@ -189,6 +199,21 @@ class DistributedVaeMixin:
             sample = z.new_zeros(self.spec.shape(shape[0], shape[1], (1, 1, 1)))
         return sample
 
+    def mend_tiles(self) -> None:
+        """Run tiles of this class on one rank too, where diffusers fails or gets its own wrong."""
+        self._mends_tiles = True
+
+    def mends(self, operation: Operation, x: torch.Tensor) -> bool:
+        """Whether one rank runs tiles of this class on ``x``, as the public method takes it."""
+        return self._mends_tiles and not self.spec.tiles_as_diffusers(self, operation, tuple(x.shape))
+
+    def run_tiles_alone(self, operation: Operation, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """What `encode_shared` and `decode_shared` make of ``x``, on this rank and without communication."""
+        encode = operation is Operation.ENCODE
+        run, merge = (self.encode_tile_exec, self.encode_tile_merge) if encode else (self.tile_exec, self.tile_merge)
+        tasks, grid = self.encode_tile_split(x) if encode else self.tile_split(x)
+        return merge({task.grid_coord: run(task, **arguments) for task in tasks}, grid)
+
     def tile_split(self, z: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut latents into tiles whose output shapes are known beforehand."""
         return self._split(z, Operation.DECODE)
@@ -199,7 +224,11 @@ class DistributedVaeMixin:
 
     def tile_merge(self, tiles: Mapping[tuple[int, ...], torch.Tensor], grid_spec: GridSpec) -> torch.Tensor:
         """Blend decoded tiles and finish as un-tiled decode does."""
-        return self.spec.finish_decode(self, merge_tiles(tiles, grid_spec.grid))
+        return self.tile_finish(merge_tiles(tiles, grid_spec.grid), grid_spec)
+
+    def tile_finish(self, merged: torch.Tensor, grid_spec: GridSpec) -> torch.Tensor:
+        """Finish blended or summed tiles as un-tiled decode does."""
+        return self.spec.finish_decode(self, merged)
 
     def encode_tile_split(self, x: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut pixels into tiles whose output shapes are known beforehand."""
@@ -236,37 +265,30 @@ class DistributedVaeMixin:
         assert state is not None
         if state.rendezvous:
             x, arguments = state.rendezvous.announce(operation, x, arguments)
-        encode = operation is Operation.ENCODE
-        broadcast = encode or state.broadcast_decode
+        broadcast = operation is Operation.ENCODE or state.broadcast_decode
         decision = self.decide(state, operation, self.spec.extents(x.shape), x.shape[0])
-        draws = decision.sharded and self.spec.draws(self, operation)
+        draws = self.spec.draws(self, operation) and arguments.get("generator") is None
         facts = call_facts(operation.value, self.dtype, (), arguments, x.device if draws else None)
         if decision.sharded:
             options = CallOptions(decision.chunk, state.between, arguments)
             return run_sharded(
                 state.groups, self.spec, self, operation, x, decision, broadcast=broadcast, facts=facts, options=options
             )
-        if encode:
+        with self._operator(operation, x, arguments) as operator:
+            operator = dataclasses.replace(operator, merging=decision.merge)
+            return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: facts)
+
+    @contextlib.contextmanager
+    def _operator(
+        self, operation: Operation, x: torch.Tensor, arguments: dict[str, Any]
+    ) -> Iterator[DistributedOperator]:
+        """The tiled operation of one call, on every rank that calls; left when that call is over."""
+        if operation is Operation.ENCODE:
             run = partial(self.encode_tile_exec, **arguments)
-            operator = DistributedOperator(self.encode_tile_split, run, self.encode_tile_merge)
+            yield DistributedOperator(self.encode_tile_split, run, self.encode_tile_merge)
         else:
             run = partial(self.tile_exec, **arguments)
-            operator = DistributedOperator(self.tile_split, run, self.tile_merge)
-        return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: facts)
-
-    def _call_facts(
-        self, state: ParallelState, operation: Operation, x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> dict[str, object]:
-        """What the choice of a strategy depends on; ranks that differ in it would wait for each other."""
-        return {
-            "operation": operation.value,
-            "mode": state.mode.value,
-            "shape": tuple(x.shape),
-            "dtype": x.dtype,
-            "weights": self.dtype,
-            "tiling": sorted(switches(self).items()),
-            "arguments": [*map(outline, args), *((name, outline(value)) for name, value in sorted(kwargs.items()))],
-        }
+            yield DistributedOperator(self.tile_split, run, self.tile_merge, finish=self.tile_finish)
 
     def decide(
         self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None, batch: int = 1
@@ -287,21 +309,25 @@ class DistributedVaeMixin:
                 can_shard=VaeParallelMode.SPATIAL_SHARD_GRID in self.spec.modes,
                 chunked=self.spec.chunked,
                 refusal=refusal,
+                thinnest=self.spec.least_latents(self, operation)[1:],
             )
 
         decision = select()
         if not decision.sharded:
-            return decision
+            return self._with_merge(decision, state, seen, batch)
         if state.chunk is not None:
             return dataclasses.replace(decision, chunk=state.chunk)
         if state.budget is None:
             return decision
-        return within_budget(self, state, state.budget, decision, self._seen_shape(operation, seen, batch), select)
+        shape = self.spec.seen_shape(self, operation, seen, batch)
+        return within_budget(self, state, state.budget, decision, shape, select)
 
-    def _seen_shape(self, operation: Operation, seen: tuple[int, int, int], batch: int) -> tuple[int, ...]:
-        """Shape of a tensor of extents ``seen`` that the tiled function takes."""
-        channels = self.spec.channels(self, operation.other)
-        return self.spec.shape(batch, channels // 2 if operation is Operation.DECODE else channels, seen)
+    def _with_merge(self, decision: Decision, state: ParallelState, seen: tuple[int, int, int], batch: int) -> Decision:
+        if state.merge is VaeTileMerge.BLEND:
+            return decision
+        spec, operation = self.spec, decision.operation
+        whole = spec.shape(batch, spec.channels(self, operation), spec.grid(self, operation, seen).out_extents)
+        return dataclasses.replace(decision, merge=state.merge, sent_bytes=prod(whole) * self.dtype.itemsize)
 
     def _choose(
         self,
@@ -321,6 +347,7 @@ class DistributedVaeMixin:
         self, operation: Operation, x: torch.Tensor, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Iterator[Decision | None]:
         """Hold the module for one call; when distributed, decide and check before anything runs."""
+        self.spec.check_operation(operation)
         state = self._vae_parallel
         if state is None:
             yield None
@@ -329,7 +356,7 @@ class DistributedVaeMixin:
             shape = tuple(x.shape)
             callers = state.callers(operation)
             if callers is not None:
-                agree_on(callers, self._call_facts(state, operation, x, args, kwargs or {}))
+                agree_on(callers, state.request_facts(self, operation, x, args, kwargs or {}))
             self.spec.check(self, operation, shape)
             decision = self._choose(state, operation, shape, args, kwargs or {})
             state.note(decision)
@@ -351,3 +378,23 @@ def check_mode(spec: FamilySpec, mode: VaeParallelMode) -> None:
             f"{spec.name} cannot run vae_parallel_mode {mode.value}; "
             f"it has {', '.join(m for m in VaeParallelMode if m in spec.modes)}"
         )
+
+
+def check_merge(kind: type[DistributedVaeMixin], merge: VaeTileMerge) -> None:
+    """Refuse to sum tiles where that would leave out what ``kind`` does when it merges them.
+
+    Raises:
+        UnsupportedError: it has no tiles, or a merge of its own.
+    """
+    if merge is VaeTileMerge.BLEND:
+        return
+    if VaeParallelMode.TILE not in kind.spec.modes:
+        raise UnsupportedError(
+            f"{kind.spec.name} is not shared in tiles, so vae_tile_merge {merge} does nothing for it"
+        )
+    for name in ("tile_merge", "encode_tile_merge"):
+        if getattr(kind, name) is not getattr(DistributedVaeMixin, name):
+            raise UnsupportedError(
+                f"{kind.__name__} merges tiles by its own {name}, which vae_tile_merge {merge} would not call; take "
+                f"{VaeTileMerge.BLEND}"
+            )

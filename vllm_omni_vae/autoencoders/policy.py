@@ -7,7 +7,7 @@ import dataclasses
 from enum import StrEnum
 from typing import Any
 
-from ..config import VaeParallelMode
+from ..config import VaeParallelMode, VaeTileMerge
 from ..geometry import RankGrid, TileGrid, deal
 from .spec import Operation
 
@@ -39,7 +39,9 @@ class Decision:
         chunk: Latent frames that a sharded network takes at a time after the first.
         peak_bytes: Bytes of tensors, weights aside, that will exist at one time on the rank that holds most; None where
             they were not forecast: for tiles, and for what fits in any case.
-        sent_bytes: Bytes that the rank which sends most will send; likewise.
+        sent_bytes: Bytes that the rank which sends most will send; likewise. Of tiles that are summed, bytes of the sum
+            that every rank brings to the reduction.
+        merge: How tiles become one result.
     """
 
     operation: Operation
@@ -54,6 +56,7 @@ class Decision:
     chunk: int = 1
     peak_bytes: int | None = None
     sent_bytes: int | None = None
+    merge: VaeTileMerge = VaeTileMerge.BLEND
 
     @property
     def sharded(self) -> bool:
@@ -67,7 +70,8 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready values of every field."""
-        return dataclasses.asdict(self) | {"operation": self.operation.value, "strategy": self.strategy.value}
+        plain = {name: getattr(self, name).value for name in ("operation", "strategy", "merge")}
+        return dataclasses.asdict(self) | plain
 
     def __str__(self) -> str:
         if self.strategy is Strategy.DIRECT:
@@ -81,9 +85,13 @@ class Decision:
                 f"imbalance {self.imbalance:.2f} ({self.reason})"
             )
         grid = "x".join(map(str, self.grid))
+        summed = ""
+        if self.merge is VaeTileMerge.SUM:
+            summed = f"summed over the ranks with {(self.sent_bytes or 0) / 1e6:.1f} MB from each, "
         return (
             f"{self.operation}: {self.strategy} {grid} (time x height x width), tiles per rank "
-            f"{list(self.tiles_per_rank)}, imbalance {self.imbalance:.2f}, coverage {self.coverage:.2f} ({self.reason})"
+            f"{list(self.tiles_per_rank)}, {summed}imbalance {self.imbalance:.2f}, coverage {self.coverage:.2f} "
+            f"({self.reason})"
         )
 
 
@@ -102,6 +110,7 @@ def select_strategy(
     untiled: str = "not larger than one tile",
     chunked: bool = True,
     refusal: str = "",
+    thinnest: tuple[int, int] = (1, 1),
 ) -> Decision:
     """Choose for one request.
 
@@ -115,6 +124,7 @@ def select_strategy(
         untiled: Why there are no tiles, where there are none.
         chunked: Whether the family's networks take a clip a few latent frames at a time.
         refusal: Why `auto` may not take a shard, if it may not.
+        thinnest: Latent rows and columns that each rank must have of an axis that is cut.
     """
     if tiles is None:
         return Decision(operation, Strategy.DIRECT, untiled)
@@ -123,7 +133,7 @@ def select_strategy(
     if mode is VaeParallelMode.AUTO and (refusal or not can_shard):
         return _tile(operation, tiles, ranks, f"auto: {refusal if can_shard else 'tile is what this family can run'}")
     chunked = chunked and tiles.extents[0] > 1
-    shard, reason = _try_shard(operation, mode, ranks, latents, chunked)
+    shard, reason = _try_shard(operation, mode, ranks, latents, chunked, thinnest)
     return shard or _tile(operation, tiles, ranks, reason, fallback=mode is not VaeParallelMode.AUTO)
 
 
@@ -138,15 +148,21 @@ def select_untiled(operation: Operation, mode: VaeParallelMode, ranks: int, late
 
 
 def _try_shard(
-    operation: Operation, mode: VaeParallelMode, ranks: int, latents: tuple[int, int], chunked: bool
+    operation: Operation,
+    mode: VaeParallelMode,
+    ranks: int,
+    latents: tuple[int, int],
+    chunked: bool,
+    thinnest: tuple[int, int] = (1, 1),
 ) -> tuple[Decision | None, str]:
     """The shard that ``mode`` takes, and why it or none."""
     if mode is VaeParallelMode.AUTO:
-        grid, reason, forced = _best_grid(ranks, latents), "auto: no redundant work", None
+        grid, reason, forced = _best_grid(ranks, latents, thinnest), "auto: no redundant work", None
     else:
-        grid, reason, forced = _forced_grid(mode, ranks, latents), "as configured", mode
+        grid, reason, forced = _forced_grid(mode, ranks, latents, thinnest), "as configured", mode
     if grid is None:
-        return None, f"{mode}: {latents[0]}x{latents[1]} latents cannot give each of {ranks} ranks a row or column"
+        piece = "a row or column" if thinnest == (1, 1) else f"{thinnest[0]} rows or {thinnest[1]} columns"
+        return None, f"{mode}: {latents[0]}x{latents[1]} latents cannot give each of {ranks} ranks {piece}"
     return _shard(operation, grid, latents, chunked, reason, forced), reason
 
 
@@ -202,26 +218,29 @@ def _chunk(positions: int, ranks: int) -> int:
     return wanted if wanted < 2 * ranks else 2
 
 
-def _forced_grid(mode: VaeParallelMode, ranks: int, latents: tuple[int, int]) -> RankGrid | None:
+def _forced_grid(
+    mode: VaeParallelMode, ranks: int, latents: tuple[int, int], thinnest: tuple[int, int]
+) -> RankGrid | None:
     if mode is VaeParallelMode.SPATIAL_SHARD_HEIGHT:
-        return _fit(RankGrid(ranks, 1), latents)
+        return _fit(RankGrid(ranks, 1), latents, thinnest)
     if mode is VaeParallelMode.SPATIAL_SHARD_WIDTH:
-        return _fit(RankGrid(1, ranks), latents)
+        return _fit(RankGrid(1, ranks), latents, thinnest)
     grids = [RankGrid(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
-    fitting = [grid for grid in grids if _fit(grid, latents)]
+    fitting = [grid for grid in grids if _fit(grid, latents, thinnest)]
     return min(fitting, key=lambda g: (abs(g.rows - g.cols), g.rows), default=None)
 
 
-def _fit(grid: RankGrid, latents: tuple[int, int]) -> RankGrid | None:
-    return grid if grid.rows <= latents[0] and grid.cols <= latents[1] else None
+def _fit(grid: RankGrid, latents: tuple[int, int], thinnest: tuple[int, int]) -> RankGrid | None:
+    cuts = zip((grid.rows, grid.cols), latents, thinnest, strict=True)
+    return grid if all(parts == 1 or extent // parts >= least for parts, extent, least in cuts) else None
 
 
-def _best_grid(ranks: int, latents: tuple[int, int]) -> RankGrid | None:
+def _best_grid(ranks: int, latents: tuple[int, int], thinnest: tuple[int, int]) -> RankGrid | None:
     """The longer axis that can serve every rank, width on a tie; from 4 ranks on a grid if it has shorter seams."""
     height, width = latents
     lines = [RankGrid(1, ranks), RankGrid(ranks, 1)] if width >= height else [RankGrid(ranks, 1), RankGrid(1, ranks)]
-    line = next((grid for grid in lines if _fit(grid, latents)), None)
-    square = _forced_grid(VaeParallelMode.SPATIAL_SHARD_GRID, ranks, latents) if ranks >= 4 else None
+    line = next((grid for grid in lines if _fit(grid, latents, thinnest)), None)
+    square = _forced_grid(VaeParallelMode.SPATIAL_SHARD_GRID, ranks, latents, thinnest) if ranks >= 4 else None
     if line is None or square is None:
         return line or square
     return square if _seams(square, latents) < _seams(line, latents) else line

@@ -60,7 +60,7 @@ def selftest(vae: Any, name: str = "vae") -> tuple[Comparison, ...]:
     with left_alone(vae):
         if VaeParallelMode.TILE in vae.spec.modes:
             _set_small_tiles(vae)
-        for operation in Operation:
+        for operation in vae.spec.operations:
             for mode in _modes(vae.spec, state):
                 one = _check(vae, state, operation, mode, name)
                 if one is not None:
@@ -124,10 +124,12 @@ def _set_small_tiles(vae: Any) -> None:
 def _request(vae: Any, state: ParallelState, operation: Operation, mode: VaeParallelMode) -> tuple[int, ...] | None:
     """Shape of a small public input that is shared in ``mode``; None where the family refuses all or can tell none."""
     tiles = mode is VaeParallelMode.TILE
-    extents = _tiled_extents(vae, state, operation) if tiles else _sharded_extents(state, mode)
+    least: tuple[int, int, int] = vae.spec.least_latents(vae, operation)
+    extents = _tiled_extents(vae, state, operation) if tiles else _sharded_extents(state, mode, least[1:])
     for frames in _CLIPS[tiles] if vae.spec.has_time else (1,):
         try:
-            shape: tuple[int, ...] = vae.spec.example(vae, operation, (frames, *extents))
+            latents = tuple(map(max, (frames, *extents), least))
+            shape: tuple[int, ...] = vae.spec.example(vae, operation, latents)
             vae.spec.check(vae, operation, shape)
             tiled = vae.spec.is_tiled(vae, operation, shape)
             vae.decide(Trial(state, mode), operation, vae.spec.seen_extents(vae, operation, shape) if tiled else None)
@@ -137,21 +139,22 @@ def _request(vae: Any, state: ParallelState, operation: Operation, mode: VaePara
     return None
 
 
-def _sharded_extents(state: ParallelState, mode: VaeParallelMode) -> tuple[int, int]:
-    """Latent rows and columns of which each rank has two or three, and none as many as all others."""
+def _sharded_extents(state: ParallelState, mode: VaeParallelMode, least: tuple[int, int]) -> tuple[int, int]:
+    """Latent rows and columns of which each rank has two or three, or ``least`` if more; none as many as all others."""
     grid = {
         VaeParallelMode.SPATIAL_SHARD_HEIGHT: RankGrid(state.size, 1),
         VaeParallelMode.SPATIAL_SHARD_WIDTH: RankGrid(1, state.size),
     }.get(mode, RankGrid.squarest(state.size))
-    return 2 * grid.rows + 1, 2 * grid.cols + 1
+    return max(2, least[0]) * grid.rows + 1, max(2, least[1]) * grid.cols + 1
 
 
 def _tiled_extents(vae: Any, state: ParallelState, operation: Operation) -> tuple[int, int]:
     """Latent rows and columns in two rows of ragged tiles, enough for every rank."""
     _, height, width = vae.spec.tiling(vae, operation)
-    size, stride = (n // width.scale.down for n in (width.size, width.stride))
+    unit = vae.spec.tile_unit(vae, operation)
+    size, stride = (n // unit for n in (width.size, width.stride))
     columns = max(2, -(-state.size // 2))
-    return height.size // height.scale.down + 1, size + 1 + (columns - 2) * stride
+    return height.size // unit + 1, size + 1 + (columns - 2) * stride
 
 
 def _verdict(name: str, one: Comparison) -> str:

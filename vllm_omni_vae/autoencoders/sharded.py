@@ -101,13 +101,8 @@ def _run_piece(
     options: CallOptions,
 ) -> torch.Tensor:
     """Collective over the working ranks. This rank's piece of the finished result."""
-    encode = operation is Operation.ENCODE
     mine = shard.shard(x, spec.ratio(vae, operation))
-    with shard:
-        if encode:
-            piece = spec.encode_tile(vae, mine, options)
-        else:
-            piece = spec.finish_decode(vae, spec.decode_tile(vae, mine, options))
+    piece = spec.run_piece(vae, operation, shard, mine, options)
     if spec.attends(vae) and not shard.operators.attention_calls:
         raise UnsupportedError(f"{spec.name} attends over space in a way that a shard does not see")
     return piece

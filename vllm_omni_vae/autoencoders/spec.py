@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from ..config import TileExtent, VaeParallelMode
 from ..errors import GeometryError, UnsupportedError
 from ..geometry import AxisTiling, TileGrid, Window
+from ..sharding import SpatialShard
 
 Vae = Any
 """An instance of the family's diffusers class; diffusers ships no types."""
@@ -63,14 +65,18 @@ class FamilySpec(ABC):
     Class attributes:
         name: What the family is called in tables and messages.
         modes: Strategies the family can run; anything else is refused when it is set.
+        operations: Ways through the autoencoder that the family has.
         chunked: Whether the networks take a clip a few latent frames at a time, however many.
         has_time: Whether tensors are ``(B, C, T, H, W)``; else ``(B, C, H, W)``, and the extent of time counts as 1.
+        mends_tiles: Whether the distributed class can run its own tiles on one rank too, where diffusers' are wrong.
     """
 
     name: str
     modes: frozenset[VaeParallelMode] = frozenset({VaeParallelMode.TILE, VaeParallelMode.AUTO})
+    operations: tuple[Operation, ...] = tuple(Operation)
     chunked: bool = False
     has_time: bool = True
+    mends_tiles: bool = False
 
     @property
     @abstractmethod
@@ -113,6 +119,15 @@ class FamilySpec(ABC):
     def decode_tile(self, vae: Vae, z: torch.Tensor, options: CallOptions = PLAIN) -> torch.Tensor:
         """Sample of one tile, from a clean state, as it is before tiles are merged."""
 
+    def run_piece(
+        self, vae: Vae, operation: Operation, shard: SpatialShard, x: torch.Tensor, options: CallOptions
+    ) -> torch.Tensor:
+        """Collective over the working ranks. What ``operation`` makes of this rank's piece ``x``, finished."""
+        with shard:
+            if operation is Operation.ENCODE:
+                return self.encode_tile(vae, x, options)
+            return self.finish_decode(vae, self.decode_tile(vae, x, options))
+
     def attends(self, vae: Vae) -> bool:
         """Whether every network call attends over space, which a shard must have seen to."""
         return False
@@ -122,8 +137,12 @@ class FamilySpec(ABC):
         return {}
 
     def draws(self, vae: Vae, operation: Operation) -> bool:
-        """Whether the network draws random numbers; ranks of a shard must then begin with the same generator state."""
+        """Whether the network draws random numbers; the ranks must then begin with the same generator state."""
         return False
+
+    def countable(self, vae: Vae) -> contextlib.AbstractContextManager[None]:
+        """Within it what ``vae`` holds can be counted, also on `torch.device("meta")`; its values may be anything."""
+        return contextlib.nullcontext()
 
     def finish_decode(self, vae: Vae, merged: torch.Tensor) -> torch.Tensor:
         """What un-tiled decode does last, applied once to the merged tiles."""
@@ -140,7 +159,7 @@ class FamilySpec(ABC):
     def tiles_as_diffusers(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> bool:
         """Whether the tiles of a public input of ``shape`` are bit-equal to those of diffusers on one rank.
 
-        Where they are not, because diffusers gets them wrong, they are equal to this package's own on one rank.
+        Where they are not, because diffusers fails or gets them wrong, they are equal to our own on one rank.
         """
         return True
 
@@ -197,6 +216,15 @@ class FamilySpec(ABC):
         for operation in Operation:
             self.tiling(vae, operation)
 
+    def check_operation(self, operation: Operation) -> None:
+        """Refuse a way through that the family does not have.
+
+        Raises:
+            UnsupportedError: says which it has.
+        """
+        if operation not in self.operations:
+            raise UnsupportedError(f"{self.name} cannot {operation}; it has {', '.join(self.operations)}")
+
     def check_dims(self, operation: Operation, shape: tuple[int, ...]) -> None:
         """Refuse an input with other dims than the family's.
 
@@ -224,9 +252,18 @@ class FamilySpec(ABC):
         """(T, H, W) of what the tiled function sees when the public input has ``shape``."""
         return self.extents(shape)
 
+    def seen_shape(self, vae: Vae, operation: Operation, seen: tuple[int, int, int], batch: int) -> tuple[int, ...]:
+        """Shape of a tensor of extents ``seen`` that the tiled function takes."""
+        channels = self.channels(vae, operation.other)
+        return self.shape(batch, channels // 2 if operation is Operation.DECODE else channels, seen)
+
     def public_shape(self, vae: Vae, operation: Operation, seen: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a public input of which the tiled function sees ``seen``."""
         return seen
+
+    def least_latents(self, vae: Vae, operation: Operation) -> tuple[int, int, int]:
+        """Latents (T, H, W) below which `check` refuses an input; a shard has as many of an axis that is cut."""
+        return 1, 1, 1
 
     def latents(self, vae: Vae, operation: Operation, extents: tuple[int, int]) -> tuple[int, int]:
         """Latent rows and columns of (H, W) as the tiled function sees them."""
@@ -239,6 +276,10 @@ class FamilySpec(ABC):
         """Spatial units of the tiled function's input that make a latent."""
         _, height, _ = self.tiling(vae, operation)
         return height.scale.down
+
+    def tile_unit(self, vae: Vae, operation: Operation) -> int:
+        """Spatial units that make a latent, as `tiling` counts them."""
+        return self.ratio(vae, operation)
 
     def whole_shape(self, vae: Vae, operation: Operation, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the finished result, where the tiled function sees an input of ``shape``."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from ..config import VaeParallelMode
+from ..config import VaeParallelMode, VaeTileMerge
 from ..distributed import Communicator, VaeGroups, agree
 from ..errors import Cancelled
 from ..tiling import DistributedVaeExecutor
+from .arguments import outline
 from .policy import Decision
-from .spec import Operation
+from .spec import Operation, Vae
+from .twin import switches
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class ParallelState:
         groups: The ranks.
         placement: What the groups were made for; asked for again, they are kept.
         mode: What was asked for.
+        merge: How tiles become one result.
         broadcast_decode: Whether every calling rank gets decoded samples.
         executor: Runs tiles on the ranks.
         stoppable: Whether sharded calls look between network calls if any rank was told to stop; the same on all.
@@ -59,10 +62,12 @@ class ParallelState:
         broadcast_decode: bool,
         placement: object = None,
         budget: int | None = None,
+        merge: VaeTileMerge = VaeTileMerge.BLEND,
     ):
         self.groups = groups
         self.placement = placement
         self.mode = mode
+        self.merge = merge
         self.broadcast_decode = broadcast_decode
         self.executor = DistributedVaeExecutor(groups)
         self.stoppable = False
@@ -92,6 +97,21 @@ class ParallelState:
     def size(self) -> int:
         """Ranks that share the work."""
         return len(self.groups.workers)
+
+    def request_facts(
+        self, vae: Vae, operation: Operation, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, object]:
+        """What the choice of a strategy depends on; ranks that differ in it would wait for each other."""
+        return {
+            "operation": operation.value,
+            "mode": self.mode.value,
+            "tile merge": self.merge.value,
+            "shape": tuple(x.shape),
+            "dtype": x.dtype,
+            "weights": vae.dtype,
+            "tiling": sorted(switches(vae).items()),
+            "arguments": [*map(outline, args), *((name, outline(value)) for name, value in sorted(kwargs.items()))],
+        }
 
     @property
     def is_output_rank(self) -> bool:

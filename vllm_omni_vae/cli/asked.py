@@ -6,10 +6,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..config import VaeTileMerge
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ..autoencoders import Operation
+    from ..autoencoders import FamilySpec, Operation
 
 _LEAST = {"height": 1, "width": 1, "frames": 1, "repeats": 1, "warmup": 0, "chunk": 1}
 
@@ -42,13 +43,29 @@ def add_tiles(parser: argparse.ArgumentParser, default: str = "") -> None:
         ("stride", "Pixels, and frames, between the starts of neighbouring tiles."),
     ):
         parser.add_argument(f"--tile-{name}", f"--vae-tile-{name}", metavar="HxW[xT]", help=f"{what} {default}".strip())
+    parser.add_argument(
+        "--tile-merge",
+        "--vae-tile-merge",
+        nargs="+",
+        metavar="MERGE",
+        choices=[merge.value for merge in VaeTileMerge],
+        default=[VaeTileMerge.BLEND.value],
+        help=f"How tiles become one result, or both ways: {', '.join(VaeTileMerge)}. Default: {VaeTileMerge.BLEND}.",
+    )
 
 
-def operations_of(args: argparse.Namespace) -> tuple[Operation, ...]:
-    """Those that were asked for."""
+def operations_of(args: argparse.Namespace, spec: FamilySpec) -> tuple[Operation, ...]:
+    """Those that were asked for; of both, those that the family has.
+
+    Raises:
+        UnsupportedError: the family does not have the one that was asked for.
+    """
     from ..autoencoders import Operation
 
-    return tuple(Operation) if args.operation == "both" else (Operation(args.operation),)
+    if args.operation == "both":
+        return spec.operations
+    spec.check_operation(Operation(args.operation))
+    return (Operation(args.operation),)
 
 
 def check_numbers(args: argparse.Namespace, ranks_flag: str = "--ranks") -> None:

@@ -42,6 +42,8 @@ class Found:
 def find_autoencoders(model: str) -> list[Found]:
     """Every autoencoder of ``model``, those in pipelines within it too, in the order of ``model_index.json``.
 
+    What a served pipeline leaves unused is none of its autoencoders.
+
     Args:
         model: A family's name, or folder or hub name of a diffusers checkpoint.
 
@@ -69,9 +71,13 @@ def find_autoencoders(model: str) -> list[Found]:
 
 def _walk(prefix: str, folder: Path, model: str, families: Mapping[str, Any]) -> Iterator[Found]:
     from ..pipelines.profile import read_json
+    from ..pipelines.registry import find_profile
 
-    for name, entry in read_json(folder / checkpoint.INDEX).items():
-        if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
+    index = read_json(folder / checkpoint.INDEX)
+    profile = find_profile(str(index.get("_class_name")))
+    unused = profile.unused if profile else ()
+    for name, entry in index.items():
+        if name in unused or not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
             continue
         path, (library, kind) = prefix + name, entry
         if kind in families:

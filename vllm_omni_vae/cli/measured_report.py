@@ -27,7 +27,8 @@ s         seconds until the last rank is done: the median, and between which fou
 CPU s     seconds of computing on the rank that computes most, median
 speed     against un-tiled on one rank, by s
 peak MiB  most bytes at one time, from the input on, on the rank that holds most: {memory}; not in it: weights
-messages  that all ranks together send in one run, and their MB (10^6 bytes), results that are sent to all included
+messages  that all ranks together send in one run, and their MB (10^6 bytes), results that are sent to all and sums
+          that ranks bring to a reduction included
 without messages: the same with nothing sent, which is as fast as sending could make it; its pixels have no meaning"""
 _MEMORY = {True: "of tensors", False: "of the allocator"}
 
@@ -55,6 +56,7 @@ def _bench_sections(measured: Measurement, model: str) -> Iterator[str]:
     for operation in measured.operations:
         table = [_BENCH_COLUMNS, *(_bench_cells(one, operation.untiled) for one in operation.arms)]
         yield "\n".join([shapes(operation), "", *align(table), *_left_out(operation)])
+        yield "\n".join(_memory_lines(measured, operation))
         yield "\n".join([f"{operation.operation}: s, the line ends at P90", *draw_bars(bars(operation))])
     yield _BENCH_LEGEND.format(memory=_MEMORY[measured.device == "cpu"])
 
@@ -70,13 +72,33 @@ def bars(operation: OperationResult) -> list[Bar]:
     return [Bar(one.arm.title, one.wall_s) for one in operation.arms]
 
 
+def _memory_lines(measured: Measurement, operation: OperationResult) -> list[str]:
+    ranks = range(measured.request.job.ranks)
+    table = [("", *(title for rank in ranks for title in (f"rank {rank}", "on top")))]
+    weights = measured.weight_bytes
+    for one in operation.arms:
+        pairs = zip(one.peak_bytes, one.incremental_peak_bytes, strict=True)
+        cells = [("", "") if not peak else (_mib(weights + peak), f"+{_mib(more)}") for peak, more in pairs]
+        table.append((one.arm.title, *(cell for pair in cells for cell in pair)))
+    return [
+        f"{operation.operation}: MiB of each rank at its peak, {_mib(weights)} of weights and the input included, and "
+        "what comes on top of both",
+        "",
+        *align(table),
+    ]
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f}"
+
+
 def _left_out(operation: OperationResult) -> list[str]:
     return [f"{mode}  not run: {why}" for mode, why in operation.left_out.items()]
 
 
 def _bench_cells(one: ArmResult, untiled: ArmResult) -> tuple[str, ...]:
-    sent = sum(one.bytes) + sum(one.broadcast_bytes) * (len(one.bytes) - 1)
-    quiet = not sum(one.messages)
+    sent = sum(one.bytes) + sum(one.broadcast_bytes) * (len(one.bytes) - 1) + sum(one.reduced_bytes)
+    quiet = not sent
     return (
         one.arm.title,
         seconds(one.wall_s),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..config import VaeConfig, VaeParallelMode
+from ..config import VaeConfig, VaeParallelMode, VaeTileMerge
 from ..errors import GeometryError, UnsupportedError
 from ..measure.arms import arms_of
 from ..measure.messages import Job, Progress, Source, Work
@@ -55,6 +55,7 @@ class Measurement:
         request: What was measured.
         device, backend: Of rank 0.
         threads: Of each rank, also where one runs alone.
+        weight_bytes: That every rank holds.
         operations: One or two.
     """
 
@@ -62,6 +63,7 @@ class Measurement:
     device: str
     backend: str
     threads: int
+    weight_bytes: int
     operations: tuple[OperationResult, ...]
 
     @property
@@ -88,6 +90,7 @@ class Measurement:
             "device": self.device,
             "backend": self.backend,
             "threads": self.threads,
+            "weight_bytes": self.weight_bytes,
             "warmup": job.warmup,
             "repeats": job.repeats,
             "operations": {one.operation: one.to_json() for one in self.operations},
@@ -152,21 +155,24 @@ def plan_request(
         UnsupportedError: a mode that was named and that the family does not have.
     """
     from ..autoencoders.cost import Forecaster
-    from ..autoencoders.mixin import check_mode
+    from ..autoencoders.mixin import check_merge, check_mode
 
     chunk = getattr(args, "chunk", None)
     vae = make_blank(found.config, args.dtype, args.ranks, tiles.vae_tile_size, tiles.vae_tile_stride)
     named = [VaeParallelMode(mode) for mode in args.modes or ()]
     for mode in named:
         check_mode(vae.spec, mode)
+    merges = list(dict.fromkeys(map(VaeTileMerge, args.tile_merge)))
+    for merge in merges:
+        check_merge(type(vae), merge)
     modes = list(dict.fromkeys(named)) or [mode for mode in MODES if mode in vae.spec.modes]
     works, made, left_out, auto = [], {}, {}, {}
-    for operation in operations_of(args):
+    for operation in operations_of(args, vae.spec):
         shape, made[operation.value] = public_shapes(vae, operation, size)
         runs, left_out[operation.value], auto[operation.value] = _choose(
             Forecaster(vae, operation, shape, chunk), modes, args.ranks
         )
-        works.append(Work(operation.value, shape, arms_of(runs, bounds=timing)))
+        works.append(Work(operation.value, shape, arms_of(runs, bounds=timing, merges=merges)))
     job = Job(
         source=Source(found.kind, found.config, found.model, found.path.replace(".", "/")),
         works=tuple(works),
@@ -244,7 +250,8 @@ def run_request(request: Request) -> Measurement:
         )
         for work in request.job.works
     )
-    return Measurement(request, ranks[0].device, ranks[0].backend, ranks[0].threads, operations)
+    first = ranks[0]
+    return Measurement(request, first.device, first.backend, first.threads, first.weight_bytes, operations)
 
 
 _BAR = 20

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import VaeConfig, VaeParallelMode
+from ..config import VaeConfig, VaeParallelMode, VaeTileMerge
 from ..errors import ConfigurationError, RankError, UnsupportedError
 from ..geometry import deal
 from .asked import add_model, add_operation, add_size, add_tiles, check_numbers, operations_of
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         args.ranks,
         args.dtype,
         sum(tensor.nbytes for tensor in (*vae.parameters(), *vae.buffers())),
-        tuple(_plan(vae, operation, args) for operation in operations_of(args)),
+        tuple(_plan(vae, operation, args) for operation in operations_of(args, vae.spec)),
     )
     if args.png:
         draw_png(plan.panels(), args.png)
@@ -87,30 +87,35 @@ def _plan(vae: Any, operation: Operation, args: argparse.Namespace) -> Operation
     tell(f"{operation}: direct")
     direct = forecaster.direct()
     rows = [Row("direct", "runs", direct.decision.reason, direct)]
+    merges = list(dict.fromkeys(map(VaeTileMerge, args.tile_merge)))
     for mode in _MODES:
         tell(f"{operation}: {mode}")
-        rows.append(_row(forecaster, mode, args))
+        for merge in merges if mode is VaeParallelMode.TILE else merges[:1]:
+            rows.append(_row(forecaster, mode, merge, args))
     tell("")
     return OperationPlan(operation, shape, result, tuple(rows))
 
 
-def _row(forecaster: Forecaster, mode: VaeParallelMode, args: argparse.Namespace) -> Row:
-    from ..autoencoders.mixin import check_mode
+def _row(forecaster: Forecaster, mode: VaeParallelMode, merge: VaeTileMerge, args: argparse.Namespace) -> Row:
+    from ..autoencoders.mixin import check_merge, check_mode
 
+    summed = mode is VaeParallelMode.TILE and merge is VaeTileMerge.SUM
+    name = f"{mode}/{merge}" if summed else mode.value
     try:
         check_mode(forecaster.spec, mode)
+        check_merge(type(forecaster.vae), merge)
     except UnsupportedError as error:
-        return Row(mode.value, "refused", str(error))
-    decision = forecaster.decide(mode, args.ranks)
+        return Row(name, "refused", str(error))
+    decision = forecaster.decide(mode, args.ranks, merge)
     if mode.value not in (VaeParallelMode.AUTO, decision.strategy):
-        return Row(mode.value, "falls back", f"to {decision.strategy} ({decision.reason})")
+        return Row(name, "falls back", f"to {decision.strategy} ({decision.reason})")
     try:
-        forecast = forecaster.forecast(mode, args.ranks)
+        forecast = forecaster.forecast(mode, args.ranks, merge)
     except RankError as error:
         if not isinstance(error.__cause__, ConfigurationError):
             raise
-        return Row(mode.value, "fails", str(error.__cause__))
-    return Row(mode.value, "runs", decision.reason, forecast, _panels(forecaster, decision, args))
+        return Row(name, "fails", str(error.__cause__))
+    return Row(name, "runs", decision.reason, forecast, _panels(forecaster, decision, args))
 
 
 def _panels(forecaster: Forecaster, decision: Decision, args: argparse.Namespace) -> tuple[Panel, ...]:

@@ -20,7 +20,7 @@ share     input positions of the busiest rank, over those of the whole; imbalanc
 work      input positions of all ranks, over those of the whole: what is above 1 is computed more than once
 limit     speed against `direct` if time goes with work and sending is free
 calls     exchanges of rows with neighbours, on the rank that has most, as are messages and MB (10^6 bytes sent)
-MB        halo + attention's keys and values + result; all MB: of all ranks together
+MB        halo + attention's keys and values + result, or a rank's sum of tiles; all MB: of all ranks together
 peak MiB  tensors that exist at one time, on the rank that holds most; not in it: weights, what operators take while
           they run, what the allocator rounds up or keeps"""
 
@@ -133,8 +133,8 @@ def _auto(plan: OperationPlan) -> str:
 
 def _costs(rows: Sequence[Row]) -> str:
     width = max(len(row.strategy) for row in rows)
-    cells = [_cells(row.strategy.ljust(width), row.forecast) for row in rows if row.forecast]
-    head, rule, *lines = align([_COLUMNS, *cells])
+    table = [cells(row.strategy.ljust(width), row.forecast) for row in rows if row.forecast]
+    head, rule, *lines = align([_COLUMNS, *table])
     counted = iter(lines)
     told = (
         next(counted) if row.forecast else f"{row.strategy.ljust(width)}  {row.status}: {row.reason}" for row in rows
@@ -142,7 +142,8 @@ def _costs(rows: Sequence[Row]) -> str:
     return "\n".join([head, rule, *told])
 
 
-def _cells(strategy: str, forecast: Forecast) -> tuple[str, ...]:
+def cells(strategy: str, forecast: Forecast) -> tuple[str, ...]:
+    """A row of the table of costs."""
     decision, cost, uses = forecast.decision, forecast.cost, forecast.uses
     parts = "whole"
     if decision.sharded:
@@ -152,7 +153,7 @@ def _cells(strategy: str, forecast: Forecast) -> tuple[str, ...]:
     halo, attention, result = (
         max(use.halo_bytes for use in uses),
         max(use.attention_bytes for use in uses),
-        max(use.result_bytes + use.broadcast_bytes for use in uses),
+        max(use.result_bytes + use.broadcast_bytes + use.reduced_bytes for use in uses),
     )
     return (
         strategy,
@@ -164,7 +165,7 @@ def _cells(strategy: str, forecast: Forecast) -> tuple[str, ...]:
         str(max(use.halo_calls for use in uses)),
         str(max(use.messages for use in uses)),
         f"{halo / 1e6:.1f} + {attention / 1e6:.1f} + {result / 1e6:.1f}",
-        f"{(cost.bytes + cost.broadcast_bytes) / 1e6:.1f}",
+        f"{(cost.bytes + cost.broadcast_bytes + cost.reduced_bytes) / 1e6:.1f}",
         f"{forecast.peak_bytes / 2**20:.0f}",
     )
 
@@ -175,8 +176,8 @@ def _shares(rows: Sequence[Row], ranks: int) -> str:
         if row.forecast:
             pairs = zip(row.forecast.cost.ranks, row.forecast.uses, strict=True)
             whole = row.forecast.cost.whole
-            cells = [f"{cost.work / whole:.1%} {use.peak_bytes / 2**20:5.0f}" for cost, use in pairs]
-            table.append((row.strategy, *cells, *[""] * (ranks - len(cells))))
+            shares = [f"{cost.work / whole:.1%} {use.peak_bytes / 2**20:5.0f}" for cost, use in pairs]
+            table.append((row.strategy, *shares, *[""] * (ranks - len(shares))))
     return "\n".join(align(table))
 
 
@@ -200,6 +201,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "messages": cost.messages,
         "bytes": cost.bytes,
         "broadcast_bytes": cost.broadcast_bytes,
+        "reduced_bytes": cost.reduced_bytes,
         "peak_bytes": row.forecast.peak_bytes,
         "ranks": ranks,
         "parts": [panel.to_json() for panel in row.panels],

@@ -71,7 +71,8 @@ def launch(model: str, values: Mapping[str, Any]) -> None:
     with exit_on_error():
         engine = engine_config(model, values)
         server = pick(ServerConfig, values)
-        checkpoint.require(model, revision=engine.revision, cache_dir=engine.download_dir).profile()
+        found = checkpoint.require(model, revision=engine.revision, cache_dir=engine.download_dir)
+        found.profile(engine.model_class_name)
 
         from ..server.app import run as run_server
 

@@ -2,7 +2,7 @@
 """Configuration: declared once, as frozen dataclasses whose fields are also the command line flags."""
 
 from .engine import EngineConfig
-from .parallel import DiffusionParallelConfig, VaeParallelMode
+from .parallel import DiffusionParallelConfig, VaeParallelMode, VaeTileMerge
 from .server import ServerConfig
 from .vae import TileExtent, VaeConfig
 
@@ -13,4 +13,5 @@ __all__ = [
     "TileExtent",
     "VaeConfig",
     "VaeParallelMode",
+    "VaeTileMerge",
 ]

@@ -39,6 +39,30 @@ class VaeParallelMode(StrEnum):
             ) from None
 
 
+class VaeTileMerge(StrEnum):
+    """How the ranks' tiles become one result.
+
+    ``blend``: every tile travels to one rank, which blends them in diffusers' order, bit for bit as one rank does.
+    ``sum``: each rank adds its own tiles up, times their weights, and one reduction adds the ranks' sums. That is the
+    same up to the order of additions.
+    """
+
+    BLEND = "blend"
+    SUM = "sum"
+
+    @classmethod
+    def parse(cls, value: str | VaeTileMerge) -> VaeTileMerge:
+        """Return the merge named ``value``.
+
+        Raises:
+            ConfigurationError: no such merge; the message lists those there are.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ConfigurationError(f"vae_tile_merge {value!r} is not known; choose one of {', '.join(cls)}") from None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiffusionParallelConfig:
     """The parallelism that was asked for, validated once, with no knowledge of any model.
@@ -55,6 +79,12 @@ class DiffusionParallelConfig:
         "How ranks divide the VAE's work. A mode that the model's VAE does not have is refused at start-up.",
         parse=VaeParallelMode.parse,
     )
+    vae_tile_merge: VaeTileMerge = option(
+        VaeTileMerge.BLEND,
+        "How the ranks' tiles become one result: blended on one rank, bit-equal to one rank's tiles; or a sum over the "
+        "ranks, equal up to the order of additions, for which no rank holds the tiles of others.",
+        parse=VaeTileMerge.parse,
+    )
     num_gpus: int | None = option(
         None, "Ranks in all (devices, or CPU processes where there is no accelerator). Default: as many as needed."
     )
@@ -68,6 +98,7 @@ class DiffusionParallelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vae_parallel_mode", VaeParallelMode.parse(self.vae_parallel_mode))
+        object.__setattr__(self, "vae_tile_merge", VaeTileMerge.parse(self.vae_tile_merge))
         for name in (
             "vae_patch_parallel_size",
             "tensor_parallel_size",
@@ -78,6 +109,11 @@ class DiffusionParallelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it counts ranks and must be at least 1")
+        if self.vae_tile_merge is not VaeTileMerge.BLEND and self.vae_patch_parallel_size == 1:
+            raise ConfigurationError(
+                f"vae_tile_merge {self.vae_tile_merge} does nothing on one VAE rank; give a vae_patch_parallel_size of "
+                "2 or more"
+            )
         if self.hsdp_shard_size != -1 and self.hsdp_shard_size < 1:
             raise ConfigurationError(f"hsdp_shard_size is {self.hsdp_shard_size}; give at least 1, or -1 for all ranks")
         if not self.use_hsdp and (self.hsdp_shard_size != -1 or self.hsdp_replicate_size != 1):

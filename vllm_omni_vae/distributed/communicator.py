@@ -22,11 +22,17 @@ Message = tuple[int, torch.Tensor]
 
 @dataclasses.dataclass(slots=True)
 class Traffic:
-    """What one rank has sent: point-to-point messages, their bytes, and collectives by name."""
+    """What one rank has sent: point-to-point messages, their bytes, and collectives by name.
+
+    Attributes:
+        reduced_bytes: Bytes that it brought to sums of which others get the result; a backend decides on which ways,
+            and so how often, they travel.
+    """
 
     messages: int = 0
     bytes: int = 0
     broadcast_bytes: int = 0
+    reduced_bytes: int = 0
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def count(self, collective: str) -> None:
@@ -115,7 +121,15 @@ class Communicator(ABC):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> None:
         """Collective. Reduce the contiguous ``tensor`` over the ranks, in place."""
         self.traffic.count("all_reduce")
+        self.traffic.reduced_bytes += tensor.nbytes
         self._all_reduce(tensor, op)
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        """Collective. Sum the contiguous ``tensor`` over the ranks, in place on ``dst``; elsewhere it may be lost."""
+        self.traffic.count("reduce")
+        if self.rank != dst:
+            self.traffic.reduced_bytes += tensor.nbytes
+        self._reduce(tensor, dst)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Collective. Fill the contiguous ``tensor`` of every rank with that of ``src``, in place."""
@@ -148,6 +162,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None: ...
+
+    @abstractmethod
+    def _reduce(self, tensor: torch.Tensor, dst: int) -> None: ...
 
     @abstractmethod
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
@@ -224,6 +241,9 @@ class TorchCommunicator(Communicator):
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         self._or_lose(lambda: dist.all_reduce(tensor, reduction, group=self.group))
 
+    def _reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        self._or_lose(lambda: dist.reduce(tensor, self._global[dst], group=self.group))
+
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self._or_lose(lambda: dist.broadcast(tensor, self._global[src], group=self.group))
 
@@ -264,6 +284,9 @@ class NullCommunicator(Communicator):
         return torch.stack([piece] * self.size)
 
     def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
+        return
+
+    def _reduce(self, tensor: torch.Tensor, dst: int) -> None:
         return
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:

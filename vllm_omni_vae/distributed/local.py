@@ -144,5 +144,10 @@ class LocalCommunicator(Communicator):
         stacked = torch.stack(self._meet(f"all_reduce {op}", tensor))
         tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
 
+    def _reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        pieces = self._meet(f"reduce to {dst}", tensor)
+        if self.rank == dst:
+            tensor.copy_(torch.stack(pieces).sum(0))
+
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
         tensor.copy_(self._meet(f"broadcast from {src}", tensor)[src])

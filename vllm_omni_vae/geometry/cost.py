@@ -19,12 +19,14 @@ class RankCost:
         messages: Point-to-point messages that it sends.
         bytes: Their bytes.
         broadcast_bytes: Bytes of the result, on the rank that broadcasts it.
+        reduced_bytes: Bytes that it brings to a sum over the ranks of which others get the result.
     """
 
     work: int
     messages: int = 0
     bytes: int = 0
     broadcast_bytes: int = 0
+    reduced_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ class Cost:
         """Bytes of the broadcast result, counted once."""
         return sum(rank.broadcast_bytes for rank in self.ranks)
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes that all ranks bring to a sum."""
+        return sum(rank.reduced_bytes for rank in self.ranks)
+
 
 def whole_cost(extents: tuple[int, int, int], ranks: int, batch: int = 1) -> Cost:
     """Every rank does all of it by itself."""
@@ -105,8 +112,9 @@ def tile_cost(
     batch: int = 1,
     output: int = 0,
     broadcast: bool = False,
+    summed: bool = False,
 ) -> Cost:
-    """Each rank runs its tiles and sends their outputs to the output rank in one message.
+    """Each rank runs its tiles and sends their outputs to the output rank in one message, or sums them with the others.
 
     The few integers with which ranks agree before and after are not counted.
 
@@ -118,17 +126,24 @@ def tile_cost(
         batch: Items in the batch.
         output: Rank that merges.
         broadcast: Whether every rank gets the merged result; finishing it must not change how many values it has.
+        summed: Whether the ranks reduce a sum of the whole's size instead of sending tiles.
     """
     work = [0] * len(assignment.loads)
     sent = [0] * len(assignment.loads)
     value = batch * channels * element_size
     for coord, owner in zip(grid.coords(), assignment.owners, strict=True):
         work[owner] += batch * grid.workload(coord)
-        if owner != output:
+        if owner != output and not summed:
             sent[owner] += value * prod(window.length for window in grid.cell(coord))
     whole = value * prod(grid.out_extents)
     ranks = tuple(
-        RankCost(work[rank], int(sent[rank] > 0), sent[rank], whole if broadcast and rank == output else 0)
+        RankCost(
+            work[rank],
+            int(sent[rank] > 0),
+            sent[rank],
+            whole if broadcast and rank == output and not summed else 0,
+            whole if summed and (broadcast or rank != output) else 0,
+        )
         for rank in range(len(work))
     )
     return Cost(batch * prod(grid.extents), ranks)

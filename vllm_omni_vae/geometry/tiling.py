@@ -73,6 +73,11 @@ class AxisTiling:
     >>> AxisTiling(2, 1, AxisScale(up=8, causal=True), lead=1).windows(4)[1]
     Window(start=1, stop=4, length=17, out_start=9, out_stop=17, skip=1)
 
+    A network that is told where a window lies needs none:
+
+    >>> AxisTiling(2, 1, AxisScale(up=8, causal=True), placed=True).windows(4)[1]
+    Window(start=1, stop=3, length=16, out_start=1, out_stop=9, skip=0)
+
     Attributes:
         size: Input units of a window besides its lead; None: the axis is not tiled.
         stride: Input units between the starts of neighbouring windows.
@@ -81,6 +86,7 @@ class AxisTiling:
             window before it.
         lead: Input units that every window reads ahead of its `size`. They are the first window's own; to a later one
             they belong to the window before it.
+        placed: Whether the network is told that a window is not the first, and yields all of that window's first unit.
 
     Raises:
         GeometryError: the windows would leave gaps, or do not begin on whole output units.
@@ -91,11 +97,12 @@ class AxisTiling:
     scale: AxisScale = AxisScale()
     minimum: int = 1
     lead: int = 0
+    placed: bool = False
 
     def __post_init__(self) -> None:
         if self.size is None:
             return
-        alone = int(self.scale.causal)
+        alone = int(self.scale.causal and not self.placed)
         if self.lead < alone or (self.lead - alone) % self.scale.down:
             raise GeometryError(
                 f"windows with a lead of {self.lead} would shift the picture; it must be {alone} or more by whole "
@@ -125,7 +132,7 @@ class AxisTiling:
         """Output units over which neighbouring tiles are blended."""
         if self.size is None:
             return 0
-        return self.scale.length(self.lead + self.size) - self.scale.length(self.lead) - self.keep
+        return self.size * self.scale.up // self.scale.down - self.keep
 
     def windows(self, extent: int) -> tuple[Window, ...]:
         """Cut ``extent`` input units into windows; their kept outputs cover the whole output exactly once.
@@ -141,14 +148,17 @@ class AxisTiling:
         after_lead, skip = extent - self.lead, self.scale.length(self.lead)
         starts = [s for s in range(0, max(1, after_lead), self.stride) if s == 0 or after_lead - s >= self.minimum]
         stops = [min(start + self.lead + self.size, extent) for start in starts[:-1]] + [extent]
-        kept = [0] + [skip + i * self.keep for i in range(1, len(starts))] + [self.scale.length(extent)]
+        kept = [0] + [self.scale.length(self.lead + start) for start in starts[1:]] + [self.scale.length(extent)]
         return tuple(
             self._window(start, stop, kept[i], kept[i + 1], skip if i else 0)
             for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
         )
 
     def _window(self, start: int, stop: int, out_start: int, out_stop: int, skip: int = 0) -> Window:
-        return Window(start, stop, self.scale.length(stop - start), out_start, out_stop, skip)
+        length = self.scale.length(stop - start)
+        if self.placed and start:
+            length = (stop - start) * self.scale.up // self.scale.down
+        return Window(start, stop, length, out_start, out_stop, skip)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from enum import StrEnum
 
-from ..config import VaeParallelMode
+from ..config import VaeParallelMode, VaeTileMerge
 
 
 class Kind(StrEnum):
@@ -28,24 +28,27 @@ class Arm:
             own tiles. ``shared``: all ranks, under ``mode``. ``no_messages``: the same without any exchange, which no
             exchange can be faster than; what comes out has no meaning.
         mode: What the ranks are set to; None on one rank.
+        merge: How shared tiles become one.
     """
 
     kind: Kind
     mode: VaeParallelMode | None = None
+    merge: VaeTileMerge = VaeTileMerge.BLEND
 
     @property
     def name(self) -> str:
         """Unlike that of any other arm; the key in JSON."""
         if self.mode is None:
             return self.kind.value
-        return self.mode.value + ("/no_messages" if self.kind is Kind.SILENT else "")
+        summed = "/sum" if self.merge is VaeTileMerge.SUM else ""
+        return self.mode.value + summed + ("/no_messages" if self.kind is Kind.SILENT else "")
 
     @property
     def title(self) -> str:
         """For a table."""
         if self.mode is None:
             return "un-tiled, one rank" if self.kind is Kind.UNTILED else "tiles, one rank"
-        return "  without messages" if self.kind is Kind.SILENT else self.mode.value
+        return "  without messages" if self.kind is Kind.SILENT else self.name
 
     @property
     def alone(self) -> bool:
@@ -53,11 +56,16 @@ class Arm:
         return self.mode is None
 
 
-def arms_of(modes: Sequence[VaeParallelMode], *, bounds: bool) -> tuple[Arm, ...]:
-    """Both baselines, then every mode, each shard with its bound if ``bounds``."""
+def arms_of(
+    modes: Sequence[VaeParallelMode], *, bounds: bool, merges: Sequence[VaeTileMerge] = (VaeTileMerge.BLEND,)
+) -> tuple[Arm, ...]:
+    """Both baselines, then every mode: tiles with each merge, shards each with its bound if ``bounds``."""
     arms = [Arm(Kind.UNTILED), Arm(Kind.SEQUENTIAL)]
     for mode in modes:
+        if mode is VaeParallelMode.TILE:
+            arms += [Arm(Kind.SHARED, mode, merge) for merge in merges]
+            continue
         arms.append(Arm(Kind.SHARED, mode))
-        if bounds and mode is not VaeParallelMode.TILE:
+        if bounds:
             arms.append(Arm(Kind.SILENT, mode))
     return tuple(arms)

@@ -7,7 +7,7 @@ import torch
 
 from ..autoencoders import Operation
 from ..autoencoders.compare import judge
-from ..config import VaeParallelMode
+from ..config import VaeParallelMode, VaeTileMerge
 from ..errors import GeometryError
 from .arms import Arm, Kind
 from .messages import Comparison, Difference
@@ -54,7 +54,8 @@ class Judge:
         if not (tile or self._judges_shards):
             return {arm: Comparison(to_untiled, to_tiles)}
         against, alone = ("tiles", self._tiles) if tile else ("untiled", self._untiled)
-        error, limit = judge(result, alone, not tile, self._run_exactly)
+        summed = arm.merge is VaeTileMerge.SUM
+        error, limit = judge(result, alone, self._run_exactly, sharded=not tile, summed=summed)
         return {arm: Comparison(to_untiled, to_tiles, against, error, limit)}
 
     def _run_exactly(self) -> torch.Tensor:

@@ -148,8 +148,10 @@ class ArmSeen:
         wall_s, cpu_s: Seconds of each repeat; 0 where it had nothing to do.
         peak_bytes: Most bytes at one time: of tensors on the CPU, of the allocator on an accelerator; from the input
             on, without weights.
+        input_bytes: Those of them that the input takes, which are there before the run.
         messages, bytes: Point-to-point messages of one run that it sent.
         broadcast_bytes: Bytes of results that it sent to all.
+        reduced_bytes: Bytes that it brought to sums over the ranks.
         collectives: Collectives of one run by name.
         decision: What the autoencoder decided, JSON-ready; None on one rank.
         comparison: On rank 0, unless what comes out has no meaning.
@@ -158,9 +160,11 @@ class ArmSeen:
     wall_s: list[float] = dataclasses.field(default_factory=list)
     cpu_s: list[float] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0
+    input_bytes: int = 0
     messages: int = 0
     bytes: int = 0
     broadcast_bytes: int = 0
+    reduced_bytes: int = 0
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     decision: dict[str, Any] | None = None
     comparison: Comparison | None = None
@@ -174,12 +178,14 @@ class RankSeen:
         device: Where it ran.
         backend: By what ranks talked.
         threads: Compute threads.
+        weight_bytes: Bytes of the autoencoder's weights.
         arms: By operation and arm.
     """
 
     device: str
     backend: str
     threads: int
+    weight_bytes: int
     arms: dict[str, dict[str, ArmSeen]]
 
 

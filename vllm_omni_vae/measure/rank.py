@@ -44,10 +44,11 @@ def measure(setup: Setup, tell: Callable[[Progress], None]) -> RankSeen:
     )
     steps = _Steps(job, tell if setup.rank == 0 else None)
     steps.begin("loading")
-    run = _Run(job, setup.rank, Subject(job, device, staged), steps)
+    subject = Subject(job, device, staged)
+    run = _Run(job, setup.rank, subject, steps)
     seen = {work.operation: run.measure(work) for work in job.works}
     backend = "gloo through the CPU" if staged else dist.get_default_backend_for_device(device)
-    return RankSeen(str(device), backend, torch.get_num_threads(), seen)
+    return RankSeen(str(device), backend, torch.get_num_threads(), subject.weight_bytes, seen)
 
 
 class _Steps:
@@ -120,6 +121,7 @@ class _Run:
         seen.messages = after.messages - before.messages
         seen.bytes = after.bytes - before.bytes
         seen.broadcast_bytes = after.broadcast_bytes - before.broadcast_bytes
+        seen.reduced_bytes = after.reduced_bytes - before.reduced_bytes
         counted = {name: n - before.collectives.get(name, 0) for name, n in after.collectives.items()}
         seen.collectives = {name: n for name, n in counted.items() if n}
         if not arm.alone:
@@ -132,8 +134,9 @@ class _Run:
         """Collective. Most bytes at one time, the input's included and the weights' not."""
         if not self._runs(arm):
             return
+        seen.input_bytes = x.nbytes
         if self._device.type == "cpu":
-            with LiveBytes() as held:
+            with self._subject.countable(), LiveBytes() as held:
                 self._subject.run(arm, operation, x.clone())
             seen.peak_bytes = held.peak
             return

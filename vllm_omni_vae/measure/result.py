@@ -20,9 +20,11 @@ class ArmResult:
         arm: Which.
         wall_s: Of the slowest rank of each repeat.
         cpu_s: Of the rank that computed most in each repeat.
-        peak_bytes: Most bytes at one time.
+        peak_bytes: Most bytes at one time, from the input on and without weights.
+        input_bytes: Bytes of the input; 0 where it had nothing to do.
         messages, bytes: Point-to-point messages of one run, by their sender.
         broadcast_bytes: Bytes of results sent to all, by their sender.
+        reduced_bytes: Bytes brought to sums over the ranks.
         collectives: Collectives of one run on the first rank, by name.
         decision: What the autoencoder decided, JSON-ready; None on one rank.
         comparison: How far from the baselines it is; None where what comes out has no meaning.
@@ -32,16 +34,26 @@ class ArmResult:
     wall_s: Spread
     cpu_s: Spread
     peak_bytes: tuple[int, ...]
+    input_bytes: tuple[int, ...]
     messages: tuple[int, ...]
     bytes: tuple[int, ...]
     broadcast_bytes: tuple[int, ...]
+    reduced_bytes: tuple[int, ...]
     collectives: Mapping[str, int]
     decision: Mapping[str, Any] | None
     comparison: Comparison | None
 
+    @property
+    def incremental_peak_bytes(self) -> tuple[int, ...]:
+        """Most bytes at one time beyond what is there before the run: weights and input."""
+        return tuple(peak - given for peak, given in zip(self.peak_bytes, self.input_bytes, strict=True))
+
     def to_json(self, untiled: ArmResult) -> dict[str, Any]:
         """JSON-ready values, and the speed against ``untiled``."""
-        told = dataclasses.asdict(self) | {"speed": untiled.wall_s.median / self.wall_s.median}
+        told = dataclasses.asdict(self) | {
+            "incremental_peak_bytes": self.incremental_peak_bytes,
+            "speed": untiled.wall_s.median / self.wall_s.median,
+        }
         del told["arm"]
         if self.comparison is not None:
             told["comparison"] = self.comparison.to_json()
@@ -105,9 +117,11 @@ def _gather(arm: Arm, operation: str, ranks: Sequence[RankSeen]) -> ArmResult:
         Spread.of(slowest([one.wall_s for one in seen])),
         Spread.of(slowest([one.cpu_s for one in seen])),
         tuple(one.peak_bytes for one in seen),
+        tuple(one.input_bytes for one in seen),
         tuple(one.messages for one in seen),
         tuple(one.bytes for one in seen),
         tuple(one.broadcast_bytes for one in seen),
+        tuple(one.reduced_bytes for one in seen),
         seen[0].collectives,
         seen[0].decision,
         seen[0].comparison,

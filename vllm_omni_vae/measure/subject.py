@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ..autoencoders import Decision, Operation, ParallelState, distribute, families_by_name
-from ..autoencoders.compare import noise, run, run_alone, run_exactly
+from ..autoencoders.compare import needed_arguments, noise, run, run_alone, run_exactly
 from ..autoencoders.mixin import DistributedVaeMixin
 from ..autoencoders.twin import switches
 from ..config import DiffusionParallelConfig, VaeConfig
@@ -52,6 +53,11 @@ class Subject:
         self._switches = dict(switches(self._vae))
         self._states: dict[Arm, ParallelState] = {}
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self._vae.parameters(), *self._vae.buffers()))
+
     def input(self, operation: Operation, shape: tuple[int, ...]) -> torch.Tensor:
         """Noise, the same in every process."""
         return noise(operation, shape, self._vae)
@@ -61,16 +67,22 @@ class Subject:
         """Collective, but of an arm that is one rank's alone. Moments or sample; a decoded one is rank 0's."""
         self.decisions.clear()
         vars(self._vae).update(self._switches)
+        arguments = needed_arguments(self._vae, operation, x)
         if arm.alone:
-            return run_alone(self._vae, operation, x, {}, tiled=arm.kind is Kind.SEQUENTIAL)
+            return run_alone(self._vae, operation, x, arguments, tiled=arm.kind is Kind.SEQUENTIAL)
         self._vae._vae_parallel = self._state(arm)
-        return run(self._vae, operation, x, {})
+        return run(self._vae, operation, x, arguments)
 
     @torch.no_grad()
     def run_exactly(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
         """What the un-tiled arm would give in float64."""
         vars(self._vae).update(self._switches)
-        return run_exactly(self._vae, operation, x, {})
+        return run_exactly(self._vae, operation, x, needed_arguments(self._vae, operation, x))
+
+    def countable(self) -> AbstractContextManager[None]:
+        """Within it `LiveBytes` can count what a run holds; its result may be anything."""
+        context: AbstractContextManager[None] = self._vae.spec.countable(self._vae)
+        return context
 
     def traffic(self, arm: Arm) -> Traffic:
         """What this rank has sent so far through the groups of ``arm``; nothing, where they exchange nothing."""
@@ -83,6 +95,7 @@ class Subject:
             total.messages += sent.messages
             total.bytes += sent.bytes
             total.broadcast_bytes += sent.broadcast_bytes
+            total.reduced_bytes += sent.reduced_bytes
             for name, count in sent.collectives.items():
                 total.collectives[name] = total.collectives.get(name, 0) + count
         return total
@@ -91,7 +104,7 @@ class Subject:
         if arm not in self._states:
             assert arm.mode is not None
             groups = self._silent if arm.kind is Kind.SILENT else self._groups
-            self._states[arm] = state = ParallelState(groups, arm.mode, False)
+            self._states[arm] = state = ParallelState(groups, arm.mode, False, merge=arm.merge)
             state.on_decision = self.decisions.append
             state.chunk = self._chunk
         return self._states[arm]

@@ -43,6 +43,11 @@ class StagedCommunicator(TorchCommunicator):
         super()._all_reduce(staged, op)
         tensor.copy_(staged)
 
+    def _reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        staged = tensor.cpu()
+        super()._reduce(staged, dst)
+        tensor.copy_(staged)
+
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
         staged = tensor.cpu()
         super()._broadcast(staged, src)

@@ -30,7 +30,7 @@ class SpatialShard:
     def __init__(self, comm: Communicator, layout: ShardLayout):
         if comm.size != layout.grid.size or comm.rank != layout.rank:
             raise GeometryError(f"rank {comm.rank} of {comm.size} is not rank {layout.rank} of {layout.grid}")
-        self._comm = comm
+        self.comm = comm
         self.layout = layout
         self.operators = Operators(comm, layout)
         self._mode = _ShardMode(self.operators.table)

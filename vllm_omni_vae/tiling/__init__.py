@@ -4,6 +4,7 @@
 from .executor import DistributedVaeExecutor, TileObserver
 from .merge import blend, merge_tiles
 from .operator import DistributedOperator, GridSpec, TileTask
+from .weights import add_tile, sum_shape, tile_weights
 
 __all__ = [
     "DistributedOperator",
@@ -11,6 +12,9 @@ __all__ = [
     "GridSpec",
     "TileObserver",
     "TileTask",
+    "add_tile",
     "blend",
     "merge_tiles",
+    "sum_shape",
+    "tile_weights",
 ]

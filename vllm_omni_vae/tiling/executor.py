@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
 
+from ..config import VaeTileMerge
 from ..distributed import Communicator, VaeGroups, agree, agree_on, fingerprint
 from ..errors import GeometryError
 from ..geometry import Assignment, deal
 from .operator import DistributedOperator, GridSpec, TileTask
+from .weights import add_tile, sum_shape
 
 TileObserver = Callable[[int, int], None]
 """Called on a rank with (tiles done, its tiles) before the first tile and after each one; may raise `Cancelled`."""
@@ -20,7 +22,7 @@ _MAX_DIMS = 8
 
 
 class DistributedVaeExecutor:
-    """Deals tiles to the working ranks, longest first, and brings their outputs to the output rank.
+    """Deals tiles to the working ranks, longest first, and brings their outputs together.
 
     Args:
         groups: The ranks that work and the ranks that call.
@@ -42,8 +44,9 @@ class DistributedVaeExecutor:
         """Collective over the working ranks, and over all calling ranks when the result is broadcast.
 
         Split on every rank, run on the owners, gather in exact sizes to the output rank, merge there, and broadcast if
-        asked. The ranks first make sure that they came with the same input; a rank that fails makes every rank raise
-        the same error before any data moves, and leaves nothing behind.
+        asked; or, as the operator says, add up on the owners and reduce. The ranks first make sure that they came with
+        the same input; a rank that fails makes every rank raise the same error before any data moves, and leaves
+        nothing behind.
 
         Args:
             x: The whole input, the same on every rank.
@@ -80,6 +83,7 @@ class _Step:
         self.workers = workers
         self.output = output
         self.observer = observer
+        self._order = torch.contiguous_format  # in memory, of this rank's tiles
 
     def run(
         self,
@@ -89,8 +93,10 @@ class _Step:
         facts: Callable[[], dict[str, object]],
     ) -> torch.Tensor | None:
         tasks, spec, owners = self._plan(x, operator, broadcast_result, facts)
-        predicted = all(task.output_shape is not None for task in tasks)
         mine = [task for task, owner in zip(tasks, owners, strict=True) if owner == self.comm.rank]
+        if operator.merging is VaeTileMerge.SUM:
+            return self._sum(tasks, mine, operator, spec, x, broadcast_result)
+        predicted = all(task.output_shape is not None for task in tasks)
         packed = x.new_empty(0, dtype=spec.output_dtype)
         error: Exception | None = None
         try:
@@ -109,7 +115,49 @@ class _Step:
         except Exception as e:
             error = e
         agree(self.comm, error)
-        return self._broadcast(result, spec, x) if broadcast_result else result
+        if broadcast_result:
+            result = self._broadcast(result, spec, x)
+        return None if result is None else result.contiguous(memory_format=self._order)
+
+    def _sum(
+        self,
+        tasks: Sequence[TileTask],
+        mine: Sequence[TileTask],
+        operator: DistributedOperator,
+        spec: GridSpec,
+        x: torch.Tensor,
+        broadcast_result: bool,
+    ) -> torch.Tensor | None:
+        """Collective. Add this rank's tiles up, each as soon as it is there, and reduce the sums of all ranks."""
+        shape = sum_shape(tasks[0].output_shape or (), spec.grid)
+        totals: list[torch.Tensor] = []  # one, once the first tile is done: the network then needs no room any more
+        result: torch.Tensor | None = None
+        error: Exception | None = None
+
+        def add(task: TileTask, tile: torch.Tensor) -> None:
+            _check_shape(f"tile {task.grid_coord}", task.output_shape, tile)
+            if not totals:
+                totals.append(x.new_zeros(shape, dtype=spec.output_dtype))
+            add_tile(totals[0], tile, spec.grid, task.grid_coord)
+
+        try:
+            self._each(mine, operator, spec, add)
+            total = totals[0] if totals else x.new_zeros(shape, dtype=spec.output_dtype)
+        except Exception as e:
+            error = e
+        agree(self.comm, error)
+        if broadcast_result:
+            self.comm.all_reduce(total)
+        else:
+            self.comm.reduce(total, self.output)
+        try:
+            if broadcast_result or self.comm.rank == self.output:
+                result = operator.finish(total, spec)
+                _check_shape("the sum of the tiles", spec.output_shape, result)
+        except Exception as e:
+            error = e
+        agree(self.comm, error)
+        return result
 
     def _plan(
         self,
@@ -124,7 +172,9 @@ class _Step:
             tasks, spec = operator.split(x)
             assignment: Assignment = deal([task.workload for task in tasks], len(self.workers))
             owners = [self.workers[owner] for owner in assignment.owners]
-            known = facts()
+            if operator.merging is VaeTileMerge.SUM and any(task.output_shape is None for task in tasks):
+                raise GeometryError("tiles whose output shapes are not known beforehand cannot be summed; blend them")
+            known = {"tile merge": operator.merging.value} | facts()
         except Exception as e:
             error = e
         base: dict[str, object] = {
@@ -138,18 +188,25 @@ class _Step:
         agree_on(self.comm, base, error)
         return tasks, spec, owners
 
-    def _tiles(
-        self, mine: Sequence[TileTask], operator: DistributedOperator, spec: GridSpec
-    ) -> Iterator[tuple[TileTask, torch.Tensor]]:
+    def _each(
+        self,
+        mine: Sequence[TileTask],
+        operator: DistributedOperator,
+        spec: GridSpec,
+        take: Callable[[TileTask, torch.Tensor], None],
+    ) -> None:
+        """Run this rank's tasks, one tile at a time: ``take`` has let go of it when the next one runs."""
         if self.observer:
             self.observer(0, len(mine))
         for done, task in enumerate(mine, start=1):
-            tile = operator.exec(task)
-            if tile.dtype != spec.output_dtype:
-                raise GeometryError(f"tile {task.grid_coord} came out as {tile.dtype}, not {spec.output_dtype}")
-            yield task, tile
+            take(task, self._noted(_run(task, operator, spec)))
             if self.observer:
                 self.observer(done, len(mine))
+
+    def _noted(self, tile: torch.Tensor) -> torch.Tensor:
+        """``tile``; the merged result is put in its order in memory, as it is where no tile travels."""
+        self._order = memory_order(tile)
+        return tile
 
     def _run_predicted(
         self, mine: Sequence[TileTask], operator: DistributedOperator, spec: GridSpec, x: torch.Tensor
@@ -157,10 +214,14 @@ class _Step:
         """Run this rank's tasks, each straight into its place in one flat buffer."""
         packed = x.new_empty(sum(prod(task.output_shape or ()) for task in mine), dtype=spec.output_dtype)
         start = 0
-        for task, tile in self._tiles(mine, operator, spec):
+
+        def pack(task: TileTask, tile: torch.Tensor) -> None:
+            nonlocal start
             _check_shape(f"tile {task.grid_coord}", task.output_shape, tile)
             packed[start : start + tile.numel()].view(tile.shape).copy_(tile)
             start += tile.numel()
+
+        self._each(mine, operator, spec, pack)
         return packed
 
     def _run(
@@ -168,9 +229,12 @@ class _Step:
     ) -> torch.Tensor:
         """Run this rank's tasks, whose shapes are only known afterwards."""
         flat = [x.new_empty(0, dtype=spec.output_dtype)]
-        for task, tile in self._tiles(mine, operator, spec):
+
+        def keep(task: TileTask, tile: torch.Tensor) -> None:
             task.output_shape = tuple(tile.shape)
             flat.append(tile.flatten())
+
+        self._each(mine, operator, spec, keep)
         return torch.cat(flat)
 
     def _tell_shapes(self, tasks: Sequence[TileTask], mine: Sequence[TileTask]) -> None:
@@ -203,6 +267,21 @@ class _Step:
         whole = x.new_empty(shape, dtype=spec.output_dtype) if result is None else result.contiguous()
         self.comm.broadcast(whole, self.output)
         return whole
+
+
+def memory_order(x: torch.Tensor) -> torch.memory_format:
+    """Channels last where ``x`` is so and not otherwise; else contiguous."""
+    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dims and x.is_contiguous(memory_format=memory_format) and not x.is_contiguous():
+            return memory_format
+    return torch.contiguous_format
+
+
+def _run(task: TileTask, operator: DistributedOperator, spec: GridSpec) -> torch.Tensor:
+    tile = operator.exec(task)
+    if tile.dtype != spec.output_dtype:
+        raise GeometryError(f"tile {task.grid_coord} came out as {tile.dtype}, not {spec.output_dtype}")
+    return tile
 
 
 def _by_coord(

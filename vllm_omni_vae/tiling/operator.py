@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ..config import VaeTileMerge
 from ..geometry import TileGrid
 
 
@@ -56,16 +57,25 @@ class GridSpec:
         return tuple(dim for dim, count in zip((-3, -2, -1), self.grid.shape, strict=True) if count > 1)
 
 
+def as_it_is(whole: torch.Tensor, spec: GridSpec) -> torch.Tensor:
+    """Finish nothing."""
+    return whole
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DistributedOperator:
-    """The three functions of one tiled operation. Each runs without communication.
+    """The functions of one tiled operation. Each runs without communication.
 
     Attributes:
         split: Input to tasks and their grid; every rank calls it and must get the same.
         exec: Runs one task; called on the rank that owns it.
         merge: Outputs by grid coordinate to the result; called on the output rank only. It may overwrite the outputs.
+        merging: How the tiles become one: by ``merge``, or by a sum over the ranks, to which ``finish`` is applied.
+        finish: Sum of all tiles times their weights to the result; called on every rank that gets one.
     """
 
     split: Callable[[torch.Tensor], tuple[list[TileTask], GridSpec]]
     exec: Callable[[TileTask], torch.Tensor]
     merge: Callable[[Mapping[tuple[int, ...], torch.Tensor], GridSpec], torch.Tensor]
+    merging: VaeTileMerge = VaeTileMerge.BLEND
+    finish: Callable[[torch.Tensor, GridSpec], torch.Tensor] = as_it_is

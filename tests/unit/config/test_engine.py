@@ -90,7 +90,16 @@ def test_sampling_defaults_are_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["media_ttl", "max_queued_jobs", "max_upload_bytes", "max_pixels", "max_frames", "job_timeout"]
+    "name",
+    [
+        "media_ttl",
+        "media_max_bytes",
+        "max_queued_jobs",
+        "max_upload_bytes",
+        "max_pixels",
+        "max_frames",
+        "job_timeout",
+    ],
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_the_server_s_limits_are_above_zero(name: str, value: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_vae.config import DiffusionParallelConfig, VaeParallelMode
+from vllm_omni_vae.config import DiffusionParallelConfig, VaeParallelMode, VaeTileMerge
 from vllm_omni_vae.errors import ConfigurationError, VaeParallelError
 
 SIZES = (
@@ -25,6 +25,7 @@ SIZES = (
 def test_the_default_is_one_rank_that_tiles_nothing() -> None:
     config = DiffusionParallelConfig()
     assert config.vae_parallel_mode is VaeParallelMode.TILE
+    assert config.vae_tile_merge is VaeTileMerge.BLEND
     assert (config.vae_patch_parallel_size, config.dit_world_size, config.world_size) == (1, 1, 1)
 
 
@@ -49,6 +50,19 @@ def test_an_unknown_mode_is_refused_with_those_there_are(text: str) -> None:
     expected = f"vae_parallel_mode {text!r} is not known; choose one of tile, auto, spatial_shard_height"
     with pytest.raises(ConfigurationError, match=re.escape(expected)):
         DiffusionParallelConfig(vae_parallel_mode=text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("merge", VaeTileMerge)
+def test_merges_are_read_from_their_text(merge: VaeTileMerge) -> None:
+    config = DiffusionParallelConfig(vae_patch_parallel_size=2, vae_tile_merge=merge.value)  # type: ignore[arg-type]
+    assert config.vae_tile_merge is merge
+
+
+def test_a_merge_that_is_unknown_or_would_do_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="vae_tile_merge 'SUM' is not known; choose one of blend, sum"):
+        DiffusionParallelConfig(vae_patch_parallel_size=2, vae_tile_merge="SUM")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="vae_tile_merge sum does nothing on one VAE rank; give"):
+        DiffusionParallelConfig(vae_tile_merge=VaeTileMerge.SUM)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -93,6 +93,24 @@ def test_what_a_window_with_a_lead_keeps_lies_where_it_belongs(tiling: AxisTilin
         assert scale.length(before.stop) - after.out_start == both, "what is blended is the same part of the whole"
 
 
+@given(st.integers(1, 6), st.integers(0, 6), st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(1, 80))
+def test_a_network_that_is_told_where_a_window_lies_needs_no_lead(
+    stride: int, more: int, ratio: int, minimum: int, units: int
+) -> None:
+    scale = AxisScale(up=ratio, causal=True)
+    tiling = AxisTiling(stride + more, stride, scale, minimum=minimum, placed=True)
+    windows = tiling.windows(max(units, minimum))
+    assert windows[-1].out_stop == scale.length(windows[-1].stop)
+    for window in windows:
+        assert window.skip == 0
+        assert window.out_start == scale.length(window.start)
+        assert window.out_start + window.length == scale.length(window.stop), "every unit is yielded in full"
+    for before, after in pairwise(windows):
+        assert before.out_stop == after.out_start < after.out_start + after.length
+        both = scale.length(before.stop) - after.out_start
+        assert both == min(tiling.blend, after.length), "what is blended is the same part of the whole"
+
+
 def test_a_known_time_axis() -> None:
     decode = AxisTiling(2, 1, AxisScale(up=8, causal=True), lead=1)
     assert (decode.keep, decode.blend) == (8, 8)
