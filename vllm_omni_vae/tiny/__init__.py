@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny offline checkpoints: real structure, random weights, a few hundred KiB.
+"""Tiny offline checkpoints: real structure, random weights, a few MiB.
 
 Importing this package imports neither torch nor diffusers; :func:`build` does. A new family takes one file with a
 ``pipeline(family, generator)`` function and its lines in ``_FAMILIES_BY_MODULE``.
@@ -24,6 +24,25 @@ _FAMILIES_BY_MODULE: Mapping[str, Mapping[str, str]] = {
         "ltx2-t2v": "LTX-2.0 text to video with sound: 32x VAE that pads by reflection, 24 kHz vocoder",
         "ltx2-i2v": "LTX-2.0 image to video with sound: 32x VAE that pads by reflection, 24 kHz vocoder",
         "ltx2.3-t2v": "LTX-2.3 text to video with sound: 32x VAE, vocoder with bandwidth extension to 48 kHz",
+        "ltx2.3-i2v": "LTX-2.3 image to video with sound: 32x VAE, vocoder with bandwidth extension to 48 kHz",
+        "ltx2.5-t2v": "LTX-2.5 text to video with sound: distilled denoiser, Gemma 4, duration head, else as LTX-2.3",
+        "ltx2.5-i2v": "LTX-2.5 image to video with sound: distilled denoiser, Gemma 4, duration head, else as LTX-2.3",
+    },
+    "ltx2_two_stage": {
+        "ltx2-two-stage": "LTX-2.0 text or image to video with sound in two stages: with the upsampler of latents",
+    },
+    "qwen_image": {
+        "qwen-image": "Qwen-Image text to image: 8x VAE",
+        "qwen-image-edit": "Qwen-Image-Edit, one image and text to image: 8x VAE",
+        "qwen-image-edit-plus": "Qwen-Image-Edit-Plus, several images and text to image: 8x VAE",
+        "qwen-image-layered": "Qwen-Image-Layered, image to layers with transparency: 8x VAE with four channels",
+    },
+    "z_image": {
+        "z-image": "Z-Image text to image: 8x VAE (AutoencoderKL)",
+    },
+    "flux2": {
+        "flux2": "FLUX.2 [dev] text and images to image: Mistral 3, 8x VAE with latents in 2x2 patches",
+        "flux2-klein": "FLUX.2 [klein] text and images to image: Qwen3, 8x VAE with latents in 2x2 patches",
     },
 }
 
@@ -44,33 +63,34 @@ def build(family: str, out: Path, *, seed: int = 0) -> Path:
     its parents. An earlier checkpoint of the same family there is overwritten; nothing is deleted.
 
     Raises:
-        ConfigurationError: the family is unknown, ``out`` is a file, or it holds anything else. Nothing is written.
+        ConfigurationError: the family is unknown or needs a package that is not installed, ``out`` is a file, or it
+            holds anything else. Nothing is written.
     """
     if family not in FAMILIES:
         raise ConfigurationError(
             f"tiny checkpoint family {family!r} was asked for, but only {', '.join(FAMILIES)} exist; choose one of them"
         )
     out = Path(out)
-    _claim(out, family, seed)
+    _check_free(out, family)
 
     import torch
 
     module = import_module(f"{__name__}.{_MODULE_OF[family]}")
     with torch.random.fork_rng(devices=[]):
         pipeline = module.pipeline(family, torch.Generator("cpu").manual_seed(seed))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _MARKER).write_text(json.dumps({"family": family, "seed": seed}) + "\n")
     pipeline.save_pretrained(out)
     return out
 
 
-def _claim(out: Path, family: str, seed: int) -> None:
+def _check_free(out: Path, family: str) -> None:
     found = _occupant(out)
     if found not in (None, family):
         raise ConfigurationError(
             f"a tiny {family} checkpoint was to be written to {out}, but that is {found}; "
             "name a new or empty folder, or remove this one first"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / _MARKER).write_text(json.dumps({"family": family, "seed": seed}) + "\n")
 
 
 def _occupant(out: Path) -> str | None:

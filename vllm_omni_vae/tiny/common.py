@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiny families share: random weights, and a tokenizer with its UMT5 text encoder."""
+"""What the tiny families share: random weights, a check for torchvision, and a tokenizer with its UMT5 text encoder."""
 
 import math
 import string
@@ -8,6 +8,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
+
+from vllm_omni_vae.errors import ConfigurationError
+from vllm_omni_vae.pipelines.processors import missing_torchvision
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -35,6 +38,16 @@ def randomize(module: ModuleT, generator: torch.Generator) -> ModuleT:
             bound = math.sqrt(3 / parameter[0].numel())
             parameter.uniform_(-bound, bound, generator=generator)
     return module.eval()
+
+
+def require_torchvision(component: str, processor: str) -> None:
+    """Refuse to make the class ``processor`` of transformers where it cannot be made.
+
+    Raises:
+        ConfigurationError: torchvision is not installed.
+    """
+    for reason in missing_torchvision({component: ["transformers", processor]}):
+        raise ConfigurationError(reason)
 
 
 def t5_tokenizer() -> T5Tokenizer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny LTX-2.0 and LTX-2.3 pipelines with sound: the real stages, ratios and channel relations, narrow layers."""
+"""Tiny LTX-2.0, 2.3 and 2.5 pipelines with sound: the real stages, ratios and channel relations, narrow layers."""
 
 import string
 from collections.abc import Mapping
@@ -16,8 +16,14 @@ from diffusers import (
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )
-from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GemmaTokenizer
+from diffusers.pipelines.ltx2 import LTX2DurationHead, LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
+    GemmaTokenizer,
+)
 
 from vllm_omni_vae.tiny.common import randomize
 
@@ -52,40 +58,46 @@ class _Variant:
 
     image_to_video: bool = False
     v23: bool = False
+    """LTX-2.3 or later."""
+    v25: bool = False
 
 
 _VARIANTS = {
     "ltx2-t2v": _Variant(),
     "ltx2-i2v": _Variant(image_to_video=True),
     "ltx2.3-t2v": _Variant(v23=True),
+    "ltx2.3-i2v": _Variant(v23=True, image_to_video=True),
+    "ltx2.5-t2v": _Variant(v23=True, v25=True),
+    "ltx2.5-i2v": _Variant(v23=True, v25=True, image_to_video=True),
 }
 
 
 def pipeline(family: str, generator: torch.Generator) -> DiffusionPipeline:
     """The pipeline of ``family``, every weight drawn from ``generator``.
 
-    It takes 8n+1 frames and heights and widths that are multiples of 32, from 64 on. Its sound is stereo: 24 kHz, for
-    ``ltx2.3-t2v`` 48 kHz.
+    It takes 8n+1 frames and heights and widths that are multiples of 32, from 64 on. Its sound is stereo: 24 kHz, from
+    LTX-2.3 on 48 kHz. LTX-2.5 is the distilled model, whose schedule is used as it is given.
     """
     variant = _VARIANTS[family]
     tokenizer = _tokenizer()
     kind = LTX2ImageToVideoPipeline if variant.image_to_video else LTX2Pipeline
     return kind(
         scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
+            use_dynamic_shifting=not variant.v25,
             base_shift=0.95,
             max_shift=2.05,
             base_image_seq_len=1024,
             max_image_seq_len=4096,
-            shift_terminal=0.1,
+            shift_terminal=None if variant.v25 else 0.1,
         ),
         vae=_vae(variant, generator),
         audio_vae=_audio_vae(generator),
-        text_encoder=_text_encoder(tokenizer, generator),
+        text_encoder=(_gemma_4 if variant.v25 else _gemma_3)(tokenizer, generator),
         tokenizer=tokenizer,
         connectors=_connectors(variant, generator),
         transformer=_transformer(variant, generator),
         vocoder=_vocoder(variant, generator),
+        duration_head=_duration_head(generator) if variant.v25 else None,
     )
 
 
@@ -96,7 +108,7 @@ def _tokenizer() -> GemmaTokenizer:
     return GemmaTokenizer(vocab=vocabulary, merges=[], model_max_length=1024)
 
 
-def _text_encoder(tokenizer: GemmaTokenizer, generator: torch.Generator) -> Gemma3ForConditionalGeneration:
+def _gemma_3(tokenizer: GemmaTokenizer, generator: torch.Generator) -> Gemma3ForConditionalGeneration:
     """Gemma 3 with its vision tower, which the pipelines leave unused unless a prompt is to be enhanced."""
     config = Gemma3Config(
         text_config={
@@ -123,6 +135,50 @@ def _text_encoder(tokenizer: GemmaTokenizer, generator: torch.Generator) -> Gemm
         image_token_index=len(tokenizer) + 2,
     )
     return randomize(Gemma3ForConditionalGeneration(config), generator)
+
+
+def _gemma_4(tokenizer: GemmaTokenizer, generator: torch.Generator) -> Gemma4UnifiedForConditionalGeneration:
+    """Gemma 4 with one layer of either kind of attention, and what embeds pictures and sound, which stays unused."""
+    special = ("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id", "eoa_token_index")
+    config = Gemma4UnifiedConfig(
+        text_config={
+            "vocab_size": len(tokenizer) + len(special) + 1,
+            "hidden_size": _TEXT_WIDTH,
+            "intermediate_size": 2 * _TEXT_WIDTH,
+            "num_hidden_layers": _TEXT_LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config={
+            "patch_size": 4,
+            "pooling_kernel_size": 1,
+            "mm_embed_dim": 16,
+            "mm_posemb_size": 16,
+            "output_proj_dims": _TEXT_WIDTH,
+        },
+        audio_config={"audio_embed_dim": 16},
+        audio_token_id=len(tokenizer) + len(special),
+        **{name: len(tokenizer) + place for place, name in enumerate(special)},
+    )
+    return randomize(Gemma4UnifiedForConditionalGeneration(config), generator)
+
+
+def _duration_head(generator: torch.Generator) -> LTX2DurationHead:
+    return randomize(
+        LTX2DurationHead(
+            video_cross_attention_dim=_VIDEO_WIDTH,
+            audio_cross_attention_dim=_AUDIO_WIDTH,
+            pooler_hidden_dim=16,
+            mlp_hidden_dim=16,
+        ),
+        generator,
+    )
 
 
 def _connectors(variant: _Variant, generator: torch.Generator) -> LTX2TextConnectors:
@@ -173,6 +229,8 @@ def _transformer(variant: _Variant, generator: torch.Generator) -> LTX2VideoTran
             rope_type="split",
             use_prompt_embeddings=not v23,
             perturbed_attn=v23,
+            ff_bias=not variant.v25,
+            use_keyframes_abs_pos_embedding=variant.v25,
         ),
         generator,
     )
