@@ -30,16 +30,26 @@ class Checkpoint:
     folder: Path
     pipeline_class: str
 
-    def profile(self) -> PipelineProfile:
+    def profile(self, run_as: str | None = None) -> PipelineProfile:
         """Return the profile that serves this checkpoint.
 
-        Raises:
-            UnsupportedError: no profile is registered for its pipeline class; the message names those there are.
-        """
-        from .pipelines.registry import find_profile, registered
+        Args:
+            run_as: The pipeline class to run it as; None for the one that its index names.
 
-        profile = find_profile(self.pipeline_class)
-        if profile is None:
+        Raises:
+            UnsupportedError: no profile runs its pipeline class, or runs it as that; the message names what there is.
+        """
+        from .pipelines.registry import classes_for, find_profile, registered
+
+        asked = run_as or self.pipeline_class
+        profile = find_profile(asked)
+        if profile is None or not profile.fits(asked, self.pipeline_class):
+            possible = classes_for(self.pipeline_class)
+            if run_as is not None and possible:
+                raise UnsupportedError(
+                    f"--model-class-name {run_as}: {self.model} is a {self.pipeline_class} checkpoint, which can be "
+                    f"run as {', '.join(possible)}; choose one of them, or leave the flag out"
+                )
             raise UnsupportedError(
                 f"{self.model} is a {self.pipeline_class} checkpoint, which cannot be served; "
                 f"choose a checkpoint of one of {', '.join(registered())}"

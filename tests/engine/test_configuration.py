@@ -13,6 +13,7 @@ from tests.engine.processes import children
 from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig
 from vllm_omni_vae.engine.engine import Engine
 from vllm_omni_vae.errors import ConfigurationError, UnsupportedError
+from vllm_omni_vae.pipelines import processors
 from vllm_omni_vae.pipelines.request import GenerationRequest
 
 SMALL: dict[str, Any] = {"prompt": "a boat", "width": 64, "height": 64, "num_frames": 5}
@@ -46,6 +47,18 @@ def test_parallelism_that_the_pipeline_does_not_have_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=rf"WanPipeline cannot be run as asked: {flag}"):
         build(parallel=DiffusionParallelConfig(**parallel))
+
+
+def test_a_processor_that_cannot_be_loaded_is_refused(
+    checkpoints: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(checkpoints["wan2.2-t2v"], tmp_path / "checkpoint")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"tokenizer": ["transformers", "PixtralProcessor"]}))
+    Engine(EngineConfig(model=str(folder)))
+    monkeypatch.setattr(processors, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"cannot be run as asked: tokenizer: .* needs torchvision"):
+        Engine(EngineConfig(model=str(folder)))
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -55,12 +55,13 @@ def test_a_killed_rank_fails_the_job_and_the_next_one_is_right(
 
 def test_a_rank_that_dies_while_nothing_runs_is_replaced(engines: Engines) -> None:
     engine = engines["i2v"]
-    pids = engine.worker_pids
+    pids, before = engine.worker_pids, engine.restarts.get("worker_died", 0)
     os.kill(pids[1], signal.SIGKILL)
     until(lambda: not engine.health().healthy)
     assert "rank 1 died by signal 9" in engine.health().reason
     assert run(engine, ask(engine)).frames.shape == (5, 64, 80, 3)
     assert engine.health().healthy
+    assert engine.restarts["worker_died"] == before + 1
     assert not set(engine.worker_pids) & set(pids)
 
 

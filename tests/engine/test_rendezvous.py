@@ -138,3 +138,52 @@ def test_tensors_of_pipeline_ranks_become_the_leaders() -> None:
         assert arguments["causal"] is None
         assert torch.equal(pixels_, torch.full((2, 3), float(rank))), "pixels stay where they are"
         assert more == {"causal": True}
+
+
+IMAGE = torch.rand(1, 6, 5, 3)
+LAYOUTS = {
+    "rows last": IMAGE.movedim(-1, 1).contiguous(),
+    "channels last": IMAGE.movedim(-1, 1),
+    "channels last, one frame": IMAGE.movedim(-1, 1).unsqueeze(2),
+    "turned": IMAGE.movedim(-1, 1).transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("operation", list(Operation))
+def test_inputs_keep_their_order_in_memory(operation: Operation, layout: str) -> None:
+    """An image that was an array has its channels last, and a convolution of that order rounds differently."""
+    x = LAYOUTS[layout]
+    arrived: list[torch.Tensor] = []
+
+    class Told:
+        """Stands for an autoencoder and keeps its input."""
+
+        def __init__(self, state: Any):
+            self.parallel_state = state
+
+        def tiled_encode(self, given: torch.Tensor) -> None:
+            arrived.append(given)
+
+        tiled_decode = tiled_encode
+
+    control_world = LocalWorld(2)
+
+    def body(mine: Any, rank: int) -> None:
+        control = LocalCommunicator(control_world, rank)
+        if rank:
+            follow({"vae": Told(mine.parallel_state)}, control, torch.device("cpu"), lambda: False)
+            return
+        leader = LeaderRendezvous(0, mine.parallel_state.groups.domain, control, True)
+        arrived.append(leader.announce(operation, x, {})[0])
+        arrived.append(leader.announce(operation, x[:, :, ..., 1:], {})[0])
+        dismiss(control)
+
+    on_ranks(2, tiny_vae(), body)
+    whole = [tensor for tensor in arrived if tensor.shape == x.shape]
+    part = [tensor for tensor in arrived if tensor.shape != x.shape]
+    assert len(whole) == len(part) == 2
+    for tensor in whole:
+        assert torch.equal(tensor, x) and tensor.stride() == x.stride()
+    for tensor in part:
+        assert torch.equal(tensor, x[:, :, ..., 1:])

@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.helpers.vaes import on_ranks, tiny_vae
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLWan
-from vllm_omni_vae.config import DiffusionParallelConfig, VaeConfig
+from vllm_omni_vae.config import DiffusionParallelConfig, VaeConfig, VaeTileMerge
 from vllm_omni_vae.distributed import NullCommunicator, VaeGroups
 from vllm_omni_vae.errors import ConfigurationError, GeometryError, UnsupportedError
-from vllm_omni_vae.pipelines.components import distribute_vaes, find_vaes, self_test, set_up_vae
+from vllm_omni_vae.pipelines.components import distribute_vaes, find_vaes, repeated, self_test, set_up_vae
 from vllm_omni_vae.pipelines.request import ComponentReport
 
 ALONE = DiffusionParallelConfig()
@@ -116,6 +116,17 @@ def test_a_vae_that_two_stages_share_is_named_once() -> None:
     assert list(find_vaes(pipeline).values()) == [vae]
 
 
+def test_further_paths_to_a_vae_are_reported_as_the_one_it_is_named_by() -> None:
+    vae = wan_vae()
+    reports = distribute_vaes({"vae": vae}, VaeConfig(), ALONE)
+    assert repeated(two_stages(vae, renamed(wan_vae())), reports) == []
+    shared = two_stages(vae, renamed(vae))
+    expected = ComponentReport("refiner.movie_codec", "AutoencoderKLWan", False, "the same as vae")
+    assert repeated(shared, reports) == [expected]
+    on = [dataclasses.replace(reports[0], parallel=True, selftest="2 checks, bit-equal")]
+    assert repeated(shared, on) == [dataclasses.replace(expected, parallel=True)]
+
+
 def test_pipelines_that_hold_each_other_end() -> None:
     vae, other = wan_vae(), wan_vae()
     inner = renamed(other)
@@ -205,6 +216,15 @@ def test_a_falling_back_size_is_reported_as_it_is() -> None:
     parallel = DiffusionParallelConfig(vae_patch_parallel_size=4, num_gpus=2)
     (report,) = distribute_vaes({"vae": wan_vae()}, VaeConfig(), parallel)
     assert report.detail == "tile on 2 ranks"
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_the_merge_of_tiles_reaches_the_autoencoder_and_the_report() -> None:
+    vae = wan_vae()
+    parallel = DiffusionParallelConfig(vae_patch_parallel_size=2, vae_tile_merge="sum")  # type: ignore[arg-type]
+    (report,) = distribute_vaes({"vae": vae}, VaeConfig(), parallel)
+    assert vae.parallel_state.merge is VaeTileMerge.SUM
+    assert report.detail == "tile on 2 ranks, tiles summed"
 
 
 def test_the_operator_s_geometry_is_set() -> None:

@@ -14,10 +14,19 @@ import pytest
 from vllm_omni_vae import checkpoint, tiny
 from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig
 from vllm_omni_vae.errors import ConfigurationError, RequestError
-from vllm_omni_vae.pipelines.ltx2 import Ltx2Profile, guidance
+from vllm_omni_vae.pipelines.ltx2 import Ltx2Profile, distilled_schedule, guidance
 from vllm_omni_vae.pipelines.request import VIDEO_TASKS, GenerationRequest, ModelCard, SamplingDefaults
 
-FAMILIES = {"ltx2-t2v": "LTX2Pipeline", "ltx2-i2v": "LTX2ImageToVideoPipeline", "ltx2.3-t2v": "LTX2Pipeline"}
+FAMILIES = {
+    "ltx2-t2v": "LTX2Pipeline",
+    "ltx2-i2v": "LTX2ImageToVideoPipeline",
+    "ltx2.3-t2v": "LTX2Pipeline",
+    "ltx2.3-i2v": "LTX2ImageToVideoPipeline",
+    "ltx2.5-t2v": "LTX2Pipeline",
+    "ltx2.5-i2v": "LTX2ImageToVideoPipeline",
+}
+STEPS_AND_GUIDANCE = {"ltx2": (40, 4.0), "ltx2.3": (30, 3.0), "ltx2.5": (8, 1.0)}
+SHIFTED = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
 PICTURE = np.zeros((64, 64, 3), np.uint8)
 SMALL = {"width": 64, "height": 64, "num_frames": 9}
 
@@ -59,7 +68,8 @@ def resolve(checkpoints: Mapping[str, Path]) -> Any:
 def test_a_checkpoint_of_either_class_does_both_tasks(family: str, checkpoints: Mapping[str, Path]) -> None:
     found = checkpoint.require(str(checkpoints[family]))
     assert isinstance(found.profile(), Ltx2Profile)
-    newer = family.startswith("ltx2.3")
+    release = family.partition("-")[0]
+    steps, scale = STEPS_AND_GUIDANCE[release]
     assert found.profile().card(found.folder) == ModelCard(
         pipeline_class=FAMILIES[family],
         tasks=VIDEO_TASKS,
@@ -70,12 +80,31 @@ def test_a_checkpoint_of_either_class_does_both_tasks(family: str, checkpoints: 
             height=512,
             num_frames=121,
             fps=24,
-            num_inference_steps=30 if newer else 40,
-            guidance_scale=3.0 if newer else 4.0,
+            num_inference_steps=steps,
+            guidance_scale=scale,
         ),
-        spatial_minimum=32 if newer else 64,
+        spatial_minimum=64 if release == "ltx2" else 32,
         blocks=2,
+        fixed_steps=8 if release == "ltx2.5" else 0,
     )
+    assert found.profile().refusals(found.folder, EngineConfig(model=str(found.folder))) == []
+
+
+def test_a_full_denoiser_of_the_latest_release_is_sampled_as_that_before(spoilt: Spoil) -> None:
+    card = Ltx2Profile().card(spoilt("ltx2.5-t2v", "scheduler/scheduler_config.json", **SHIFTED))
+    assert (card.defaults.num_inference_steps, card.defaults.guidance_scale, card.fixed_steps) == (30, 3.0, 0)
+
+
+def test_an_older_release_can_be_distilled_too(spoilt: Spoil) -> None:
+    as_given = {"use_dynamic_shifting": False, "shift_terminal": None}
+    card = Ltx2Profile().card(spoilt("ltx2-t2v", "scheduler/scheduler_config.json", **as_given))
+    assert (card.defaults.num_inference_steps, card.defaults.guidance_scale, card.fixed_steps) == (8, 1.0, 8)
+
+
+def test_a_distilled_schedule_has_a_noise_level_for_each_step(checkpoints: Mapping[str, Path]) -> None:
+    levels = distilled_schedule()
+    assert len(levels) == Ltx2Profile().card(checkpoints["ltx2.5-t2v"]).fixed_steps
+    assert levels == sorted(levels, reverse=True) and levels[0] == 1.0
 
 
 def test_ratios_that_are_not_given_are_counted_as_diffusers_counts_them(spoilt: Spoil) -> None:
@@ -98,10 +127,10 @@ def test_an_index_without_a_needed_part_is_refused(missing: str, spoilt: Spoil) 
 
 
 def test_a_later_generation_is_refused_by_its_text_encoder(spoilt: Spoil) -> None:
-    later = ["transformers", "Gemma4UnifiedForConditionalGeneration"]
+    later = ["transformers", "Gemma5ForConditionalGeneration"]
     folder = spoilt("ltx2-t2v", "model_index.json", text_encoder=later)
     (found,) = Ltx2Profile().refusals(folder, EngineConfig(model=str(folder)))
-    assert "LTX-2.0 and LTX-2.3 are served" in found and later[1] in found
+    assert "LTX-2.5 with the text encoder Gemma4Unified" in found and found.endswith(f"not one with {later[1]}")
 
 
 @pytest.mark.parametrize(
@@ -131,9 +160,12 @@ def test_what_cannot_be_done_is_refused_by_flag(
     "parallel",
     [{}, {"vae_patch_parallel_size": 2}, {"ulysses_degree": 2}, {"use_hsdp": True, "hsdp_shard_size": 2}],
 )
-def test_what_can_be_done_is_not_refused(parallel: dict[str, Any], checkpoints: Mapping[str, Path]) -> None:
+@pytest.mark.parametrize("family", ["ltx2.3-t2v", "ltx2.5-i2v"])
+def test_what_can_be_done_is_not_refused(
+    parallel: dict[str, Any], family: str, checkpoints: Mapping[str, Path]
+) -> None:
     config = EngineConfig(model="", parallel=DiffusionParallelConfig(**parallel))
-    assert Ltx2Profile().refusals(checkpoints["ltx2.3-t2v"], config) == []
+    assert Ltx2Profile().refusals(checkpoints[family], config) == []
 
 
 @pytest.mark.parametrize(
@@ -145,6 +177,12 @@ def test_what_can_be_done_is_not_refused(parallel: dict[str, Any], checkpoints: 
         ("ltx2.3-t2v", {"height": 31}, "height", "nearest: 32"),
         ("ltx2-t2v", {"num_frames": 10}, "num_frames", "1 [+] 8k frames; nearest: 9 or 17"),
         ("ltx2-t2v", {"num_inference_steps": 1}, "num_inference_steps", "needs 2"),
+        ("ltx2.5-t2v", {"num_inference_steps": 30}, "num_inference_steps", "is 30; .* a schedule of 8 steps; leave it"),
+        ("ltx2.5-t2v", {"num_inference_steps": 1}, "num_inference_steps", "a schedule of 8 steps"),
+        ("ltx2.5-t2v", {"height": 31}, "height", "nearest: 32"),
+        ("ltx2.5-i2v", {"num_frames": 24}, "num_frames", "1 [+] 8k frames; nearest: 17 or 25"),
+        ("ltx2.5-i2v", {"images": (PICTURE, PICTURE)}, "input_reference", "looks at one"),
+        ("ltx2.5-t2v", {"extra_params": {"max_seconds": 5}}, "extra_params", "max_seconds mean nothing"),
         ("ltx2-t2v", {"flow_shift": 2.0}, "flow_shift", "means nothing to this model"),
         ("ltx2-t2v", {"boundary_ratio": 0.5}, "boundary_ratio", "two experts"),
         ("ltx2-i2v", {"images": (PICTURE, PICTURE)}, "input_reference", "looks at one"),
@@ -172,6 +210,12 @@ def test_what_can_be_made_is_taken(resolve: Any) -> None:
     extra = {"stg_scale": 0, "spatio_temporal_guidance_blocks": [0, 1], "use_cross_timestep": False, "image_crf": 0}
     request = resolve("ltx2.3-t2v", width=32, num_frames=1, images=(PICTURE,), extra_params=extra)
     assert (request.width, request.num_frames, request.fps, request.extra_params) == (32, 1, 24, extra)
+
+
+def test_a_distilled_model_takes_guidance_that_is_asked_for(resolve: Any) -> None:
+    assert resolve("ltx2.5-t2v").guidance_scale == 1.0
+    request = resolve("ltx2.5-t2v", guidance_scale=3.0, num_inference_steps=8, extra_params={"stg_scale": 1})
+    assert (request.guidance_scale, request.num_inference_steps) == (3.0, 8)
 
 
 RELEASED_2_0 = {"num_layers": 48, "cross_attn_mod": False, "perturbed_attn": False}
@@ -207,3 +251,18 @@ def test_what_a_request_gives_goes_before_and_also_for_the_sound() -> None:
         "spatio_temporal_guidance_blocks": [3, 4],
         "use_cross_timestep": True,
     }
+
+
+def test_a_distilled_denoiser_is_not_guided_unless_a_request_says_so() -> None:
+    unguided = guidance(RELEASED_2_3, {}, distilled=True)
+    assert unguided == {
+        "audio_guidance_scale": 1.0,
+        "stg_scale": 0.0,
+        "audio_stg_scale": 0.0,
+        "modality_scale": 1.0,
+        "audio_modality_scale": 1.0,
+        "spatio_temporal_guidance_blocks": [28],
+        "use_cross_timestep": True,
+    }
+    asked = {"stg_scale": 1.5, "audio_guidance_scale": 4}
+    assert guidance(RELEASED_2_3, asked, distilled=True) == unguided | asked | {"audio_stg_scale": 1.5}

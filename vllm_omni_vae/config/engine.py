@@ -51,6 +51,11 @@ class EngineConfig:
         None, "How worker processes are started: mp (processes on this machine).", shared=True
     )
     enforce_eager: bool = option(False, "Accepted for compatibility; models always run eagerly.", shared=True)
+    model_class_name: str | None = option(
+        None,
+        "Pipeline class to run the checkpoint as, such as LTX2TwoStagesPipeline. "
+        "Default: the one that its model_index.json names.",
+    )
     boundary_ratio: float | None = option(
         None, "Share of the noise schedule at which the second expert takes over, 0 to 1. Default: the checkpoint's."
     )

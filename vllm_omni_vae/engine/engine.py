@@ -10,8 +10,9 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
-from concurrent.futures import Future, InvalidStateError
+from collections import Counter, deque
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,33 +20,19 @@ import numpy as np
 from .. import checkpoint
 from ..config import EngineConfig
 from ..errors import Cancelled, ConfigurationError, EngineError, RequestError
-from ..pipelines.request import RANGES, ComponentReport, GenerationRequest, GenerationResult
+from ..pipelines.processors import missing_torchvision
+from ..pipelines.profile import read_json
+from ..pipelines.request import RANGES, ComponentReport, GenerationRequest
 from ..worker.messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, StageProgress
 from ..worker.multiproc import RankStalled, WorkerGroup
-from .api import Health, JobEvent, JobHandle, Listener, Progress, Started
+from .api import Health, JobHandle, Listener, Progress, Started
+from .job import EngineJob
 
 logger = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 3
 _LAGGARD_SECONDS = 5.0
 _STOP_SECONDS = 5.0
-
-
-@dataclasses.dataclass(slots=True)
-class _Job:
-    id: str
-    request: GenerationRequest
-    listener: Listener | None
-    future: Future[GenerationResult] = dataclasses.field(default_factory=Future)
-    cancelled: bool = False
-    told: bool = False
-    reports: dict[int, Finished] = dataclasses.field(default_factory=dict)
-    heard: float = 0.0
-
-    @property
-    def failure(self) -> Finished | None:
-        """The first report that the job failed."""
-        return next((report for report in self.reports.values() if report.failure), None)
 
 
 class _Broken(Exception):
@@ -73,10 +60,11 @@ class Engine:
     def __init__(self, config: EngineConfig):
         found = checkpoint.require(config.model, revision=config.revision, cache_dir=config.download_dir)
         self.config = config
-        self.profile = found.profile()
+        self.profile = found.profile(config.model_class_name)
         folder = checkpoint.descriptions(found, revision=config.revision, cache_dir=config.download_dir)
-        self.card = self.profile.card(folder)
-        refusals = self.profile.refusals(folder, config)
+        card = self.profile.card(folder)
+        self.card = dataclasses.replace(card, pipeline_class=config.model_class_name or card.pipeline_class)
+        refusals = self.profile.refusals(folder, config) + missing_torchvision(read_json(folder / checkpoint.INDEX))
         if refusals:
             raise ConfigurationError(f"{self.card.pipeline_class} cannot be run as asked: " + "; ".join(refusals))
         parallel = config.parallel
@@ -88,6 +76,7 @@ class Engine:
             )
         self.report: tuple[ComponentReport, ...] = ()
         self.device = self.dtype = ""
+        self._restarts: Counter[str] = Counter()
         self._defaults: dict[str, Any] = dict(config.default_sampling_params)
         for name in ("boundary_ratio", "flow_shift"):
             if getattr(config, name) is not None:
@@ -96,8 +85,8 @@ class Engine:
         self._done = 0
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._queue: deque[_Job] = deque()
-        self._running: _Job | None = None
+        self._queue: deque[EngineJob] = deque()
+        self._running: EngineJob | None = None
         self._closing = False
         self._health = Health(False, "loading")
         self._first: Future[None] = Future()
@@ -156,7 +145,7 @@ class Engine:
         Raises:
             EngineError: the engine is closed or has given up.
         """
-        job = _Job(job_id, request, listener)
+        job = EngineJob(job_id, request, listener)
         with self._lock:
             if self._closing:
                 raise EngineError(f"the engine takes no jobs: {self._health.reason}", code="engine_stopped")
@@ -173,6 +162,11 @@ class Engine:
         """Process id of every rank; empty while there is none."""
         group = self._group
         return group.pids if group else []
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """How often all ranks were started again, by the code under which the running job failed."""
+        return dict(self._restarts)
 
     def wait(self) -> BaseException | None:
         """Block until the engine has ended; returns why it gave up, or None when it was closed."""
@@ -193,14 +187,14 @@ class Engine:
         with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody is left to wake
             self._wake_in.send(b"\0")
 
-    def _cancel(self, job: _Job) -> None:
+    def _cancel(self, job: EngineJob) -> None:
         with self._lock:
             job.cancelled = True
             waiting = job in self._queue
             if waiting:
                 self._queue.remove(job)
         if waiting:
-            _fail(job, Cancelled("the job was cancelled before it ran"))
+            job.fail(Cancelled("the job was cancelled before it ran"))
         else:
             self._wake()
 
@@ -216,12 +210,13 @@ class Engine:
             except ConfigurationError as error:
                 self._give_up(error)
             except _Broken as broken:
-                logger.error("%s", broken)
+                logger.error("%s; running job: %s", broken, self._running.id if self._running else "none")
                 restarts = 1 if self._done > done_before else restarts + 1
                 failure = EngineError(str(broken), code=broken.code)
                 if not self._first.done() or restarts > _MAX_RESTARTS:
                     self._give_up(failure)
                 else:
+                    self._restarts[broken.code] += 1
                     self._health = Health(False, f"restarting: {failure}")
                     self._fail_running(failure)
             except Exception as error:
@@ -277,7 +272,7 @@ class Engine:
             self._wake_out.recv(4096)
         return messages
 
-    def _patience(self, job: _Job | None) -> float | None:
+    def _patience(self, job: EngineJob | None) -> float | None:
         """Seconds until silence is too long."""
         if job is None:
             return None
@@ -299,17 +294,17 @@ class Engine:
             self._fail_running(EngineError(f"the request cannot be sent: {error}", code="invalid_request"))
             return
         job.heard = time.monotonic()
-        _tell(job, Started())
+        job.tell(Started())
         group.send_packed(run)
 
-    def _hear(self, job: _Job, rank: int, message: FromRank) -> None:
+    def _hear(self, job: EngineJob, rank: int, message: FromRank) -> None:
         job.heard = time.monotonic()
         if isinstance(message, StageProgress):
-            _tell(job, Progress(message.stage, message.done, message.total))
+            job.tell(Progress(message.stage, message.done, message.total))
         elif isinstance(message, Finished):
             job.reports[rank] = message
 
-    def _check(self, group: WorkerGroup, job: _Job) -> None:
+    def _check(self, group: WorkerGroup, job: EngineJob) -> None:
         """Forward a cancellation, end the job when every rank has reported, or find that one never will."""
         if job.cancelled and not job.told:
             job.told = True
@@ -324,7 +319,7 @@ class Engine:
                 raise _Broken(reason, job.failure.failure or "")
             raise _Broken(_silence(silent, self.config.worker_timeout), "worker_stalled")
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: EngineJob) -> None:
         """Every rank has left the job and waits: hand out its outcome.
 
         Raises:
@@ -349,14 +344,13 @@ class Engine:
         if outcome is not None or result is None:
             job.future.set_exception(outcome or EngineError("the output rank made nothing", code="generation_failed"))
             return
-        peaks = tuple(round(job.reports[rank].peak_memory_mb, 1) for rank in sorted(job.reports))
-        job.future.set_result(dataclasses.replace(result, peak_memory_mb=peaks))
+        job.complete(result)
 
     def _fail_running(self, error: BaseException) -> None:
         with self._lock:
             job, self._running = self._running, None
         if job is not None:
-            _fail(job, Cancelled("the job was cancelled") if job.cancelled else error)
+            job.fail(Cancelled("the job was cancelled") if job.cancelled else error)
 
     def _give_up(self, error: BaseException) -> None:
         self._failure = error
@@ -372,25 +366,10 @@ class Engine:
         if not self._first.done():
             self._first.set_exception(error)
         for job in waiting:
-            _fail(job, error)
+            job.fail(error)
         if threading.current_thread() is self._thread:
             self._fail_running(error)
 
 
 def _silence(ranks: list[int], seconds: float) -> str:
     return f"ranks {ranks} gave no sign of progress for {seconds:g} s"
-
-
-def _fail(job: _Job, error: BaseException) -> None:
-    """Give a job its error, unless its owner has cancelled the future itself."""
-    with contextlib.suppress(InvalidStateError):
-        job.future.set_exception(error)
-
-
-def _tell(job: _Job, event: JobEvent) -> None:
-    if job.listener is None:
-        return
-    try:
-        job.listener(event)
-    except Exception:
-        logger.exception("the listener of job %s failed", job.id)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..autoencoders import distribute, distributed_class, selftest
 from ..autoencoders.selftest import summary
-from ..config import DiffusionParallelConfig, VaeConfig
+from ..config import DiffusionParallelConfig, VaeConfig, VaeTileMerge
 from ..errors import UnsupportedError
 from .request import ComponentReport
 
@@ -29,6 +29,18 @@ def find_vaes(pipeline: Any) -> dict[str, Any]:
     for path, part in _walk("", pipeline, set()):
         found.setdefault(id(part), (path, part))
     return dict(found.values())
+
+
+def repeated(pipeline: Any, reports: Sequence[ComponentReport]) -> list[ComponentReport]:
+    """A report for every further path to an autoencoder that `find_vaes` names once, from ``reports`` on those."""
+    names = {id(vae): path for path, vae in find_vaes(pipeline).items()}
+    by_path = {report.path: report for report in reports}
+    found = [(path, by_path.get(names[id(part)])) for path, part in _walk("", pipeline, set())]
+    return [
+        dataclasses.replace(report, path=path, detail=f"the same as {report.path}", selftest="")
+        for path, report in found
+        if report is not None and report.path != path
+    ]
 
 
 def _walk(prefix: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -114,12 +126,17 @@ def distribute_vaes(
         family = distributed_class(vae)
         set_up_vae(vae, config, parallel)
         if parallel.vae_ranks == 1:
+            if config.vae_use_tiling and family is not None and family.spec.mends_tiles:
+                vae.__class__ = family
+                vae.mend_tiles()
             reports.append(ComponentReport(path, kind, False, "one VAE rank"))
         elif family is None:
             reports.append(ComponentReport(path, kind, False, f"no distributed class for {kind}"))
         else:
-            distribute(vae, size=parallel.vae_ranks, mode=parallel.vae_parallel_mode, timeout=timeout)
-            detail = f"{parallel.vae_parallel_mode} on {parallel.vae_ranks} ranks"
+            mode, merge = parallel.vae_parallel_mode, parallel.vae_tile_merge
+            distribute(vae, size=parallel.vae_ranks, mode=mode, merge=merge, timeout=timeout)
+            summed = ", tiles summed" if merge is VaeTileMerge.SUM else ""
+            detail = f"{mode} on {parallel.vae_ranks} ranks{summed}"
             reports.append(ComponentReport(path, kind, True, detail))
     if parallel.vae_ranks > 1 and not any(map(distributed_class, vaes.values())):
         why = "; ".join(f"{r.path}: {r.detail}" for r in reports) or "the pipeline has no autoencoder"

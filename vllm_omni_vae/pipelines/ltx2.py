@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LTX-2.0 and LTX-2.3: text-to-video and image-to-video with sound; one set of weights does both."""
+"""LTX-2.0, 2.3 and 2.5: text-to-video and image-to-video with sound; one set of weights does both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 _TEXT, _IMAGE = "LTX2Pipeline", "LTX2ImageToVideoPipeline"
 _PIPELINE_MULTIPLE = 32
-_TEXT_ENCODER = "Gemma3ForConditionalGeneration"
+_TEXT_ENCODERS = {
+    "Gemma3ForConditionalGeneration": "LTX-2.0 and LTX-2.3",
+    "Gemma4UnifiedForConditionalGeneration": "LTX-2.5",
+}
 _GUIDED = ("stg_scale", "modality_scale", "guidance_rescale")
 _BLOCKS = "spatio_temporal_guidance_blocks"
 _CROSS = "use_cross_timestep"
@@ -41,12 +44,28 @@ _NUMBERS: Mapping[str, Range] = {
 # Which of its 48 blocks a released denoiser is perturbed at for spatio-temporal guidance, as diffusers recommends it.
 _RELEASED_BLOCKS, _BLOCK_OF_2_0, _BLOCK_OF_2_3 = 48, 29, 28
 
+# A distilled denoiser was trained for the noise levels of these steps alone, and without guidance.
+_DISTILLED_STEPS = 8
+_UNGUIDED = {
+    "audio_guidance_scale": 1.0,
+    "stg_scale": 0.0,
+    "audio_stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "audio_modality_scale": 1.0,
+}
+
 
 class Ltx2Profile(PipelineProfile):
-    """Tells LTX-2.0 from LTX-2.3 by what the checkpoint's denoiser is made of."""
+    """Tells the releases apart by what the checkpoint's denoiser is made of, and a distilled one by its schedule.
 
-    pipeline_classes = (_TEXT, _IMAGE)
+    LTX-2.5 also brings what predicts the length of a clip and what rewrites prompts; both stay unused, as a request
+    says how long its clip is and what it shows. So does its second decoder, which is no part of diffusers' pipeline:
+    frames are decoded by ``vae``.
+    """
+
+    pipeline_classes = checkpoint_classes = (_TEXT, _IMAGE)
     sound = ("audio_vae", "vocoder")
+    unused = ("duration_head", "prompt_enhancer", "processor", "diffusion_decoder")
     extra_params = PipelineProfile.extra_params | _NUMBERS.keys() | {_BLOCKS, _CROSS, "image_crf"}
 
     def card(self, folder: Path) -> ModelCard:
@@ -63,7 +82,10 @@ class Ltx2Profile(PipelineProfile):
             vae.get("encoder_spatial_padding_mode", "zeros"),
             vae.get("decoder_spatial_padding_mode", "reflect"),
         )
+        distilled = is_distilled(read_json(folder / "scheduler" / "scheduler_config.json"))
         steps, guidance = (30, 3.0) if _is_2_3(denoiser) else (40, 4.0)
+        if distilled:
+            steps, guidance = _DISTILLED_STEPS, 1.0
         return ModelCard(
             pipeline_class=index_class(index),
             tasks=VIDEO_TASKS,
@@ -74,6 +96,7 @@ class Ltx2Profile(PipelineProfile):
             ),
             spatial_minimum=2 * space if reflects else space,
             blocks=denoiser.get("num_layers", _RELEASED_BLOCKS),
+            fixed_steps=_DISTILLED_STEPS if distilled else 0,
         )
 
     def refusals(self, folder: Path, config: EngineConfig) -> list[str]:
@@ -81,11 +104,9 @@ class Ltx2Profile(PipelineProfile):
         parallel = config.parallel
         found = []
         text_encoder = (index.get("text_encoder") or [None])[-1]
-        if text_encoder != _TEXT_ENCODER:
-            found.append(
-                f"this checkpoint: LTX-2.0 and LTX-2.3 are served, whose text encoder is {_TEXT_ENCODER}, "
-                f"not {text_encoder}"
-            )
+        if text_encoder not in _TEXT_ENCODERS:
+            served = "; ".join(f"{release} with the text encoder {name}" for name, release in _TEXT_ENCODERS.items())
+            found.append(f"this checkpoint: served are {served}; not one with {text_encoder}")
         if parallel.tensor_parallel_size > 1:
             found.append("--tensor-parallel-size: diffusers has no tensor parallel plan for LTX-2")
         if parallel.cfg_parallel_size > 1:
@@ -105,13 +126,19 @@ class Ltx2Profile(PipelineProfile):
         if config.boundary_ratio is not None:
             found.append("--boundary-ratio: this checkpoint has one denoiser, so there is no boundary")
         if config.flow_shift is not None:
-            found.append("--flow-shift: LTX-2 shifts its schedule by the size of the clip")
+            found.append("--flow-shift: LTX-2's schedule follows from the checkpoint and the size of the clip")
         return found
 
     def resolve(
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> GenerationRequest:
         request = super().resolve(request, card, defaults)
+        if card.fixed_steps and request.num_inference_steps != card.fixed_steps:
+            raise RequestError(
+                f"num_inference_steps is {request.num_inference_steps}; this model is distilled to a schedule of "
+                f"{card.fixed_steps} steps; leave it out",
+                param="num_inference_steps",
+            )
         if request.num_inference_steps == 1:
             raise RequestError(
                 "num_inference_steps is 1; this model's schedule runs from the first step to the last and needs 2",
@@ -153,9 +180,12 @@ class Ltx2Profile(PipelineProfile):
     def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> Made:
         from PIL import Image
 
-        pipeline = _for_task(pipeline, request.task)
+        pipeline = for_task(pipeline, request.task)
         if request.images:
             arguments["image"] = Image.fromarray(request.images[0])
+        distilled = is_distilled(pipeline.scheduler.config)
+        if distilled:
+            arguments["sigmas"] = distilled_schedule()
         output = pipeline(
             prompt=request.prompt,
             negative_prompt=request.negative_prompt,
@@ -166,24 +196,34 @@ class Ltx2Profile(PipelineProfile):
             num_inference_steps=request.num_inference_steps,
             guidance_scale=request.guidance_scale,
             output_type="pt",
-            **guidance(pipeline.transformer.config, request.extra_params),
+            **guidance(pipeline.transformer.config, request.extra_params, distilled=distilled),
             **arguments,
         )
         return Made(output.frames[0], output.audio[0], int(pipeline.vocoder.config.output_sampling_rate))
 
 
-def guidance(denoiser: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def distilled_schedule() -> list[float]:
+    """The noise levels that distilled denoisers were trained for, one for each step."""
+    from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES
+
+    return list(DISTILLED_SIGMA_VALUES)
+
+
+def guidance(denoiser: Mapping[str, Any], extra: Mapping[str, Any], *, distilled: bool = False) -> dict[str, Any]:
     """Arguments of the pipeline that follow from the denoiser's configuration, under those that ``extra`` gives.
 
     Spatio-temporal guidance compares with a denoiser that is perturbed at a block: the one at the released models'
-    depth. It is off for a denoiser that cannot be perturbed, where it would cost a run and change nothing. A scale that
-    ``extra`` gives for the frames is also that of the sound, unless that has its own.
+    depth. It is off for a denoiser that cannot be perturbed, where it would cost a run and change nothing. All guidance
+    is off for a ``distilled`` one. A scale that ``extra`` gives for the frames is also that of the sound, unless that
+    has its own.
     """
     layers = denoiser.get("num_layers", _RELEASED_BLOCKS)
     released = _BLOCK_OF_2_3 if _is_2_3(denoiser) else _BLOCK_OF_2_0
     made: dict[str, Any] = {_BLOCKS: [released * layers // _RELEASED_BLOCKS], _CROSS: _is_2_3(denoiser)}
     if not denoiser.get("perturbed_attn", False):
         made |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
+    if distilled:
+        made |= _UNGUIDED
     made |= {f"audio_{name}": extra[name] for name in _GUIDED if name in extra}
     return made | {name: value for name, value in extra.items() if name not in PipelineProfile.extra_params}
 
@@ -191,6 +231,11 @@ def guidance(denoiser: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str,
 def _is_2_3(denoiser: Mapping[str, Any]) -> bool:
     """Whether the text is modulated by the timestep, as it is from LTX-2.3 on."""
     return bool(denoiser.get("cross_attn_mod", False))
+
+
+def is_distilled(scheduler: Mapping[str, Any]) -> bool:
+    """Whether the schedule is used as it is given. Diffusers shifts that of a full denoiser by the size of the clip."""
+    return not scheduler.get("use_dynamic_shifting", False) and not scheduler.get("shift_terminal")
 
 
 def _ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
@@ -220,7 +265,7 @@ def _refused(name: str, value: Any, wanted: str) -> RequestError:
     return RequestError(f"extra_params {name} is {value!r}; give {wanted}", param="extra_params")
 
 
-def _for_task(pipeline: Any, task: Task) -> Any:
+def for_task(pipeline: Any, task: Task) -> Any:
     """The same components behind the class that does ``task``."""
     import diffusers
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -60,23 +60,28 @@ class Made:
 class PipelineProfile(ABC):
     """One family of pipelines, known by the class names in their ``model_index.json``.
 
-    `card`, `refusals` and `resolve` never import torch: the server calls them. `call` and `share_sequence` run in a
-    worker.
+    `card`, `refusals` and `resolve` never import torch: the server calls them. `call`, `complete` and `share_sequence`
+    run in a worker.
 
     Class attributes:
-        pipeline_classes: Names of the diffusers classes that this profile serves.
+        pipeline_classes: Names of the classes that this profile serves.
+        checkpoint_classes: What an index may name so that its checkpoint can be run as any of them; empty: each runs
+            its own alone.
         denoisers: Components that the denoiser's parallelism applies to, where they are present.
         text_encoders: Components whose weights ``use_hsdp`` shards too.
         sound: Components that make the sound, in their order; they run once, where the frames are.
         full_precision: Components that stay in float32 where no type was asked for.
+        unused: Components of ``model_index.json`` that no request makes use of; they are not loaded.
         extra_params: Names that a request's ``extra_params`` may hold.
     """
 
     pipeline_classes: tuple[str, ...]
+    checkpoint_classes: tuple[str, ...] = ()
     denoisers: tuple[str, ...] = ("transformer",)
     text_encoders: tuple[str, ...] = ("text_encoder",)
     sound: tuple[str, ...] = ()
     full_precision: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     extra_params: frozenset[str] = frozenset({"reference_fit"})
 
     @abstractmethod
@@ -96,6 +101,19 @@ class PipelineProfile(ABC):
             request: As `resolve` returned it.
             arguments: Further arguments of the pipeline: its generator and step callback.
         """
+
+    def fits(self, asked: str, found: str) -> bool:
+        """Whether a checkpoint whose index names the class ``found`` can be run as ``asked``, which is one of ours."""
+        return found in self.checkpoint_classes if self.checkpoint_classes else found == asked
+
+    def complete(self, pipeline: Any, load: Callable[[Any, str], Any]) -> Any:
+        """Return a loaded ``pipeline`` with what it needs beyond the components that its index names.
+
+        Args:
+            pipeline: The pipeline of the checkpoint, in its place.
+            load: Loads a class from a folder of the checkpoint, as the pipeline's components were loaded.
+        """
+        return pipeline
 
     def share_sequence(self, denoiser: Any, config: Any) -> None:
         """Divide the tokens of a loaded ``denoiser`` among its ranks as diffusers' context parallel ``config`` says."""

@@ -157,6 +157,28 @@ class Audio:
     rate: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class VaeUse:
+    """What the autoencoders cost one rank in one job, all calls of one operation and strategy together.
+
+    Attributes:
+        rank: The rank.
+        operation: ``encode`` or ``decode``.
+        strategy: What ran, such as ``tile`` or ``direct``.
+        seconds: From the beginning of each call on this rank to its end, waiting for other ranks included.
+        tiles: Tiles that this rank ran; 0 where no tiles run.
+        sent_bytes: Bytes that it sent to other ranks: messages, what it broadcast, counted once, and what it brought to
+            sums.
+    """
+
+    rank: int
+    operation: str
+    strategy: str
+    seconds: float
+    tiles: int
+    sent_bytes: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
     """A finished clip, or finished images.
@@ -170,6 +192,7 @@ class GenerationResult:
         stage_durations: Seconds per stage on the output rank (`Stage` values as keys).
         decisions: The VAE strategies that ran, one JSON-ready mapping for each distinct decision.
         peak_memory_mb: Peak memory per rank in MiB: of the accelerator, or of the process where there is none.
+        vae_use: What the autoencoders cost each rank that called them, in the order of the ranks.
     """
 
     frames: Frames
@@ -179,6 +202,7 @@ class GenerationResult:
     stage_durations: Mapping[str, float]
     decisions: tuple[Mapping[str, Any], ...]
     peak_memory_mb: tuple[float, ...]
+    vae_use: tuple[VaeUse, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +248,7 @@ class ModelCard:
         transparency: Whether pixels, in and out, have an alpha channel.
         spatial_minimum: Width and height must be at least this many pixels.
         blocks: Blocks of the denoiser, where a request may name some of them; else 0.
+        fixed_steps: Denoising steps of a model that was made for one schedule; else 0.
     """
 
     pipeline_class: str
@@ -236,6 +261,7 @@ class ModelCard:
     transparency: bool = False
     spatial_minimum: int = 1
     blocks: int = 0
+    fixed_steps: int = 0
 
     @property
     def medium(self) -> Medium:

@@ -16,12 +16,13 @@ import torch
 
 from .. import checkpoint
 from ..autoencoders import FAMILIES, families_by_name
-from ..autoencoders.mixin import check_mode
+from ..autoencoders.mixin import check_merge, check_mode
 from ..config import EngineConfig
 from ..errors import UnsupportedError
-from ..pipelines.components import distribute_vaes, find_vaes, self_test
-from ..pipelines.profile import PipelineProfile, read_json
+from ..pipelines.components import distribute_vaes, find_vaes, repeated, self_test
+from ..pipelines.profile import PipelineProfile, index_class, read_json
 from ..pipelines.request import ComponentReport
+from .uneven import uneven_joins
 
 logger = logging.getLogger(__name__)
 
@@ -74,48 +75,64 @@ def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> L
         ConfigurationError: the checkpoint or the parallelism cannot be used as asked.
     """
     found = checkpoint.require(config.model, revision=config.revision, cache_dir=config.download_dir)
-    profile = found.profile()
-    _check_modes(found.folder, config)
+    profile = found.profile(config.model_class_name)
+    entries = _vae_entries(found.folder, profile)
+    _check_modes(entries, config)
     device = rank_device(rank)
     dtype = _dtypes(config, device, profile)
     source: dict[str, Any] = {"revision": config.revision, "cache_dir": config.download_dir}
     mesh = _mesh(config, device)
+
+    def load_part(kind: Any, folder: str) -> Any:
+        part = kind.from_pretrained(config.model, subfolder=folder, dtype=_dtype_of(folder, dtype), **source)
+        return part.to(device).eval()
+
     if rank < config.parallel.dit_world_size:
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(
-            config.model, dtype=dtype, trust_remote_code=config.trust_remote_code, **source
+        kind, left_out = _pipeline_kind(found.folder, profile)
+        pipeline = kind.from_pretrained(
+            config.model, dtype=dtype, trust_remote_code=config.trust_remote_code, **left_out, **source
         )
         pipeline.set_progress_bar_config(disable=True)
         _parallelize(pipeline, profile, config, device, mesh)
+        pipeline = profile.complete(pipeline, load_part)
         vaes = {path: vae for path, vae in find_vaes(pipeline).items() if path not in profile.sound}
     else:
-        pipeline, vaes = None, {}
-        for name, kind in _vae_entries(found.folder).items():
-            vae = kind.from_pretrained(config.model, subfolder=name, dtype=_dtype_of(name, dtype), **source)
-            vaes[name] = vae.to(device)
+        pipeline, vaes = None, {name: load_part(kind, name) for name, kind in entries.items()}
     for vae in vaes.values():
         vae.eval()
     reports = distribute_vaes(vaes, config.vae, config.parallel, timeout)
     sound = {} if pipeline is None else _present(pipeline, profile.sound)
     if config.vae.vae_selftest:
         reports = self_test(vaes, reports)
+    reports += [] if pipeline is None else repeated(pipeline, reports)
     reports += [ComponentReport(name, type(part).__name__, False, _SOUND) for name, part in sound.items()]
     shown = dtype.get("default", torch.float32) if isinstance(dtype, dict) else dtype
     return LoadedModel(profile, pipeline, vaes, sound, tuple(reports), device, str(shown).removeprefix("torch."))
 
 
-def _check_modes(folder: Path, config: EngineConfig) -> None:
-    """Refuse a mode before any weight is read."""
-    kinds = _vae_entries(folder).values()
+def _pipeline_kind(folder: Path, profile: PipelineProfile) -> tuple[Any, dict[str, None]]:
+    """The class to load the pipeline with, and what keeps it from loading the components that stay unused."""
+    if not profile.unused:
+        return diffusers.DiffusionPipeline, {}
+    # Only the class itself knows its optional components, and leaves out those that are given as None.
+    kind = getattr(diffusers, index_class(read_json(folder / checkpoint.INDEX)))
+    return kind, dict.fromkeys(name for name in profile.unused if name in kind._optional_components)
+
+
+def _check_modes(entries: dict[str, Any], config: EngineConfig) -> None:
+    """Refuse a mode, or a merge of tiles, before any weight is read."""
     for family in FAMILIES:
-        if family.spec.base_class in kinds:
+        if family.spec.base_class in entries.values():
             check_mode(family.spec, config.parallel.vae_parallel_mode)
+            check_merge(family, config.parallel.vae_tile_merge)
 
 
-def _vae_entries(folder: Path) -> dict[str, Any]:
+def _vae_entries(folder: Path, profile: PipelineProfile) -> dict[str, Any]:
     """Components of ``model_index.json`` whose class is a known autoencoder, with that class."""
     by_name = {name: family.spec.base_class for name, family in families_by_name().items()}
-    entries = read_json(folder / checkpoint.INDEX).items()
-    return {name: by_name[entry[1]] for name, entry in entries if isinstance(entry, list) and entry[-1] in by_name}
+    index = read_json(folder / checkpoint.INDEX)
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and name not in profile.unused}
+    return {name: by_name[entry[1]] for name, entry in entries.items() if entry[-1] in by_name}
 
 
 def _dtypes(
@@ -144,6 +161,8 @@ def _mesh(config: EngineConfig, device: torch.device) -> Any:
         return None
     if parallel.use_hsdp:
         return DeviceMesh(device.type, ranks.view(parallel.hsdp_mesh), mesh_dim_names=("replicate", "shard"))
+    if parallel.tensor_parallel_size > 1:
+        return DeviceMesh(device.type, ranks, mesh_dim_names=("tp",))
     shape = (parallel.ring_degree, parallel.ulysses_degree)
     mesh = DeviceMesh(device.type, ranks.view(shape), mesh_dim_names=("ring", "ulysses"))
     mesh["ring", "ulysses"]._flatten()  # diffusers does so too, but only on denoiser ranks, and it makes groups
@@ -153,13 +172,16 @@ def _mesh(config: EngineConfig, device: torch.device) -> Any:
 def _parallelize(
     pipeline: Any, profile: PipelineProfile, config: EngineConfig, device: torch.device, mesh: Any
 ) -> None:
-    """Collective over the denoiser ranks. Apply diffusers' context parallelism or torch FSDP2; place the modules."""
+    """Collective over the denoiser ranks. Apply torch FSDP2 or diffusers' parallelism; place the modules."""
     denoisers = list(_present(pipeline, profile.denoisers).values())
-    if mesh is not None and config.parallel.use_hsdp:
+    parallel = config.parallel
+    if mesh is not None and parallel.use_hsdp:
         _shard_weights([*denoisers, *_present(pipeline, profile.text_encoders).values()], mesh)
+    elif mesh is not None and parallel.tensor_parallel_size > 1:
+        _divide_weights(denoisers, mesh)
     pipeline.to(device)
-    if mesh is not None and not config.parallel.use_hsdp:
-        _share_sequence(profile, denoisers, device, config.parallel.ulysses_degree, config.parallel.ring_degree, mesh)
+    if mesh is not None and parallel.ulysses_degree * parallel.ring_degree > 1:
+        _share_sequence(profile, denoisers, device, parallel.ulysses_degree, parallel.ring_degree, mesh)
 
 
 def _present(pipeline: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -175,6 +197,22 @@ def _shard_weights(modules: list[Any], mesh: Any) -> None:
             if type(block).__name__ in names:
                 fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
+        _keep_recordable(module)
+
+
+def _keep_recordable(module: Any) -> None:
+    """Transformers looks up by the name of a class what it can record, and FSDP2 gives a module a class of its own."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    if hasattr(module, "_can_record_outputs"):
+        _CAN_RECORD_REGISTRY[str(type(module))] = module._can_record_outputs
+
+
+def _divide_weights(modules: list[Any], mesh: Any) -> None:
+    """Collective over the ranks of ``mesh``. Each keeps its part of the weights that diffusers' plan divides."""
+    for module in modules:
+        with _at_least_one_device(), _tensor_parallel_anywhere():
+            module.enable_parallelism(config=diffusers.TensorParallelConfig(mesh=mesh))
 
 
 def _share_sequence(
@@ -189,7 +227,7 @@ def _share_sequence(
         config = diffusers.ContextParallelConfig(
             ring_degree=ring, ulysses_degree=ulysses, ulysses_anything=ring == 1, ring_anything=ulysses == 1, mesh=mesh
         )
-        with _at_least_one_device():
+        with _at_least_one_device(), uneven_joins(device):
             profile.share_sequence(module, config)
 
 
@@ -202,3 +240,16 @@ def _at_least_one_device() -> Iterator[None]:
         yield
     finally:
         torch.accelerator.device_count = count
+
+
+@contextlib.contextmanager
+def _tensor_parallel_anywhere() -> Iterator[None]:
+    """Diffusers 0.42 divides weights on the accelerators that it lists; on the CPU it works as well."""
+    from diffusers.hooks import tensor_parallel
+
+    devices = tensor_parallel._SUPPORTED_TP_DEVICES
+    tensor_parallel._SUPPORTED_TP_DEVICES = (*devices, "cpu")
+    try:
+        yield
+    finally:
+        tensor_parallel._SUPPORTED_TP_DEVICES = devices

@@ -7,7 +7,7 @@ import dataclasses
 from enum import StrEnum
 
 from ..config import EngineConfig
-from ..pipelines.request import ComponentReport, GenerationRequest, GenerationResult, Stage
+from ..pipelines.request import ComponentReport, GenerationRequest, GenerationResult, Stage, VaeUse
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +83,9 @@ class Finished:
     Attributes:
         failure: None when it went well.
         message: Reason of the failure.
-        result: The clip, on the output rank; ``peak_memory_mb`` holds that rank alone.
+        result: The clip, on the output rank; what it tells of the ranks is empty.
         peak_memory_mb: Peak memory of this rank during the job, MiB.
+        vae_use: What the autoencoders cost this rank.
     """
 
     job_id: str
@@ -92,6 +93,7 @@ class Finished:
     message: str = ""
     result: GenerationResult | None = None
     peak_memory_mb: float = 0.0
+    vae_use: tuple[VaeUse, ...] = ()
 
 
 ToRank = Setup | Run | Cancel | Stop

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from ..autoencoders import Operation
 from ..autoencoders.arguments import PLAIN_TYPES
 from ..distributed import Communicator
 from ..errors import Cancelled, UnsupportedError, VaeParallelError
+from .use import UseMeter
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +23,17 @@ _END = 0
 _OPERATIONS = tuple(Operation)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 12
+_BITS_OF_DIM = 4
+_DENSE = torch.contiguous_format
 
 
 class LeaderRendezvous:
     """On the ranks that run the pipeline: says what comes, and makes all inputs the leader's.
 
     Before a collective decode the latents of world rank 0 go to every rank, so that ranks cannot disagree about them.
-    Pixels are computed alike on every denoiser rank and only travel when there are followers. Tensors among the further
-    arguments go the same way as the input; plain ones are told to the followers, as JSON.
+    Pixels are computed alike on every denoiser rank and only travel when there are followers. Inputs keep their order
+    in memory, on which the last bits of a convolution depend. Tensors among the further arguments go the same way as
+    the input; plain ones are told to the followers, as JSON.
 
     Args:
         name: Which autoencoder this is: its place among the pipeline's.
@@ -53,22 +58,25 @@ class LeaderRendezvous:
         """
         text = _pack(arguments) if self._followers else b""
         if self._control is not None and self._control.rank == 0:
-            shape = list(x.shape)
-            code = [1 + _OPERATIONS.index(operation), self._name, _DTYPES.index(x.dtype), len(text), len(shape), *shape]
-            self._control.broadcast(_header(code), 0)
+            order = sum(dim << _BITS_OF_DIM * place for place, dim in enumerate(_order(x)))
+            code = [1 + _OPERATIONS.index(operation), self._name, _DTYPES.index(x.dtype), len(text), order, x.dim()]
+            self._control.broadcast(_header([*code, *x.shape]), 0)
             self._control.broadcast(torch.tensor(list(text), dtype=torch.uint8), 0)
         given = dict(arguments)
         if self._followers or operation is Operation.DECODE:
             tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-            x, *shared = (self._lead(value.to(x.device)) for value in (x, *tensors.values()))
+            values = (x, *(value.to(x.device).contiguous() for value in tensors.values()))
+            x, *shared = (self._lead(value) for value in values)
             given.update(zip(tensors, shared, strict=True))
         return x, given
 
     def _lead(self, x: torch.Tensor) -> torch.Tensor:
         """Collective. The leader's ``x``."""
-        x = x.contiguous() if self._domain.rank == 0 else torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._domain.broadcast(x, 0)
-        return x
+        order = _order(x)
+        sent = x.permute(order)
+        sent = sent.contiguous() if self._domain.rank == 0 else torch.empty_like(sent, memory_format=_DENSE)
+        self._domain.broadcast(sent, 0)
+        return _put_back(sent, order)
 
 
 def dismiss(control: Communicator | None) -> None:
@@ -78,7 +86,13 @@ def dismiss(control: Communicator | None) -> None:
 
 
 @torch.no_grad()
-def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device, cancelled: Callable[[], bool]) -> None:
+def follow(
+    vaes: Mapping[str, Any],
+    control: Communicator,
+    device: torch.device,
+    cancelled: Callable[[], bool],
+    meter: UseMeter | None = None,
+) -> None:
     """Collective, on a rank that only holds autoencoders: take part in every call of one job until it is over.
 
     A call that fails on all ranks alike leaves this rank waiting for the next one.
@@ -88,38 +102,59 @@ def follow(vaes: Mapping[str, Any], control: Communicator, device: torch.device,
         control: The leader and the followers.
         device: Where inputs belong.
         cancelled: Whether this rank was told to stop; asked between tiles.
+        meter: Measures what each call costs this rank, if it is given.
     """
 
     def on_tile(done: int, total: int) -> None:
         if cancelled():
             raise Cancelled("the job was cancelled")
+        if meter:
+            meter.on_progress(done)
 
     by_place = list(vaes.values())
     while True:
         header = _header([])
         control.broadcast(header, 0)
-        code, name, dtype, length, dims, *sizes = header.tolist()
+        code, name, dtype, length, packed, dims, *sizes = header.tolist()
         if code == _END:
             return
         vae = by_place[name]
         domain = vae.parallel_state.groups.domain
         text = torch.empty(length, dtype=torch.uint8)
         control.broadcast(text, 0)
-        x = torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device)
-        domain.broadcast(x, 0)
+        order = [packed >> _BITS_OF_DIM * place & 2**_BITS_OF_DIM - 1 for place in range(dims)]
+        sent = torch.empty([sizes[dim] for dim in order], dtype=_DTYPES[dtype], device=device)
+        domain.broadcast(sent, 0)
+        x = _put_back(sent, order)
         arguments = _unpack(bytes(text.tolist()), device)
         for value in arguments.values():
             if isinstance(value, torch.Tensor):
                 domain.broadcast(value, 0)
-        run = vae.tiled_encode if _OPERATIONS[code - 1] is Operation.ENCODE else vae.tiled_decode
+        operation = _OPERATIONS[code - 1]
+        run = vae.tiled_encode if operation is Operation.ENCODE else vae.tiled_decode
         vae.parallel_state.executor.observer = on_tile
         try:
-            run(x, **arguments)
+            with meter.call(vae, operation, device) if meter else contextlib.nullcontext():
+                if meter:
+                    meter.decided(vae.decide(vae.parallel_state, operation, vae.spec.extents(x.shape), x.shape[0]))
+                run(x, **arguments)
         except VaeParallelError as error:
             logger.debug("left a call with every other rank: %s", error)
             vae.spec.reset(vae)
         finally:
             vae.parallel_state.executor.observer = None
+
+
+def _order(x: torch.Tensor) -> list[int]:
+    """The dims of ``x`` as they follow in memory, the one of the longest steps first; as they are where it has gaps."""
+    steps = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -steps[dim])
+    return order if x.permute(order).is_contiguous() else list(range(x.dim()))
+
+
+def _put_back(sent: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Undo ``permute(order)``."""
+    return sent.permute([order.index(dim) for dim in range(sent.dim())])
 
 
 def _header(values: list[int]) -> torch.Tensor:

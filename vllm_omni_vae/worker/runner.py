@@ -17,6 +17,7 @@ from ..errors import Cancelled
 from ..pipelines.profile import Made
 from ..pipelines.request import Audio, Frames, GenerationRequest, GenerationResult, Stage
 from .loader import LoadedModel
+from .use import UseMeter
 from .watch import StageClock, VaeWatch
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def run_job(
     cancelled: Callable[[], bool],
     report: Callable[[Stage, int, int], None],
     is_output: bool,
+    meter: UseMeter,
 ) -> GenerationResult | None:
     """Collective over the denoiser ranks. Make one clip, or the images of one request one after the other.
 
@@ -43,6 +45,7 @@ def run_job(
         cancelled: Whether this rank was told to stop; asked after every step and between tiles.
         report: Told of progress.
         is_output: Whether this rank owns what is decoded.
+        meter: Measures what the autoencoders cost this rank.
 
     Returns:
         The clip or images on the output rank, else None.
@@ -71,7 +74,7 @@ def run_job(
             agree(denoisers, Cancelled("the job was cancelled") if cancelled() else None)
         return tensors
 
-    watch = VaeWatch(list(model.vaes.values()), list(model.sound.values()), clock, report, check, check_alone)
+    watch = VaeWatch(list(model.vaes.values()), list(model.sound.values()), clock, report, check, check_alone, meter)
     results = []
     clock.enter(Stage.DENOISE)
     try:

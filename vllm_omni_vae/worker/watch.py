@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..autoencoders import Decision, Operation, distributed_class, select_strategy
+from ..autoencoders.dry_run import NETWORKS
 from ..config import VaeParallelMode
 from ..pipelines.request import Stage
+from .use import UseMeter
 
 _STAGES = {Operation.ENCODE: Stage.ENCODE, Operation.DECODE: Stage.DECODE}
 
@@ -45,6 +47,7 @@ class VaeWatch:
         report: Told of progress: tiles of this rank where the work is shared, else calls of the network.
         check: Called between tiles of a shared call, where all ranks stop together; it may raise `Cancelled`.
         check_alone: The same between calls of the network that no other rank waits for.
+        meter: Measures what each call costs this rank.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class VaeWatch:
         report: Report,
         check: Callable[[], None],
         check_alone: Callable[[], None],
+        meter: UseMeter,
     ):
         self._vaes = vaes
         self._sound = sound
@@ -62,6 +66,7 @@ class VaeWatch:
         self._report = report
         self._check = check
         self._check_alone = check_alone
+        self._meter = meter
         self.decisions: list[Decision] = []
         self._finite: Any = None
 
@@ -75,15 +80,17 @@ class VaeWatch:
         """Hold the hooks on every autoencoder."""
         with contextlib.ExitStack() as stack:
             for vae in self._vaes:
-                for operation in Operation:
+                family = distributed_class(vae)
+                for operation in family.spec.operations if family else Operation:
                     stack.enter_context(self._timed(vae, operation))
-                if distributed_class(vae):
+                if family:
                     stack.enter_context(self._counted(vae))
             for part in self._sound:
                 stack.enter_context(self._heard(part))
             yield
 
     def _note(self, decision: Decision) -> None:
+        self._meter.decided(decision)
         if decision not in self.decisions:
             self.decisions.append(decision)
 
@@ -95,8 +102,9 @@ class VaeWatch:
         def timed(x: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._clock.enter(_STAGES[operation])
             try:
-                self._begin(vae, operation, tuple(x.shape))
-                return method(x, *args, **kwargs)
+                with self._meter.call(vae, operation, x.device):
+                    self._begin(vae, operation, tuple(x.shape))
+                    return method(x, *args, **kwargs)
             finally:
                 self._clock.enter(before)
 
@@ -121,14 +129,15 @@ class VaeWatch:
         self._total = spec.network_calls(vae, operation, seen) * (len(grid) if grid else 1)
         if state is None:
             self._note(select_strategy(operation, VaeParallelMode.TILE, grid, 1))
+            slices = shape[0] if getattr(vae, "use_slicing", False) else 1
+            self._meter.add_tiles(len(grid) * slices if grid else 0)
         self._report(self._stage, 0, self._total)
 
     @contextlib.contextmanager
     def _counted(self, vae: Any) -> Iterator[None]:
         state = getattr(vae, "parallel_state", None)
-        handles = [
-            network.register_forward_pre_hook(lambda *_: self._before_call()) for network in (vae.encoder, vae.decoder)
-        ]
+        networks = [network for name, network in vae.named_children() if name in NETWORKS]
+        handles = [network.register_forward_pre_hook(lambda *_: self._before_call()) for network in networks]
         handles.append(vae.decoder.register_forward_hook(lambda _, __, output: self._after_decoder(output)))
         if state is not None:
             state.on_decision = self._note
@@ -174,4 +183,5 @@ class VaeWatch:
 
     def _on_tile(self, done: int, total: int) -> None:
         self._check()
+        self._meter.on_progress(done)
         self._report(self._stage, done, max(1, total))

@@ -17,8 +17,10 @@ from ..distributed import Communicator, TorchCommunicator
 from ..errors import Cancelled, ConfigurationError, DisagreementError, RankError
 from ..pipelines.request import GenerationResult, Stage
 from . import loader, runner
+from .log import RankLog
 from .messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, Setup, StageProgress, Stop, ToRank
 from .rendezvous import LeaderRendezvous, dismiss, follow
+from .use import UseMeter
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +34,13 @@ class RankWorker:
     Args:
         connection: The private pipe to the engine.
         setup: Who this rank is and what to load.
+        log: Told which job runs.
     """
 
-    def __init__(self, connection: Connection, setup: Setup):
+    def __init__(self, connection: Connection, setup: Setup, log: RankLog):
         self._pipe = connection
         self._setup = setup
+        self._log = log
         self._inbox: deque[ToRank] = deque()
         self._denoisers: Communicator | None = None
         self._control: Communicator | None = None
@@ -56,7 +60,8 @@ class RankWorker:
             if isinstance(message, Stop):
                 return
             if isinstance(message, Run):
-                self._send(self._finish(model, message))
+                with self._log.job(message.job_id):
+                    self._send(self._finish(model, message))
 
     def _load(self) -> loader.LoadedModel:
         setup = self._setup
@@ -101,9 +106,10 @@ class RankWorker:
         failure: Failure | None = None
         message = ""
         result: GenerationResult | None = None
+        meter = UseMeter(self._setup.rank)
         runner.reset_peak_memory(model.device)
         try:
-            result = self._run(model, run)
+            result = self._run(model, run, meter)
         except Cancelled as error:
             failure, message = Failure.CANCELLED, str(error)
         except runner.InvalidOutput as error:
@@ -115,12 +121,13 @@ class RankWorker:
             logger.exception("job %s failed", run.job_id)
             failure, message = Failure.UNEXPECTED, f"{type(error).__name__}: {error}"
         peak = runner.peak_memory_mb(model.device)
-        return Finished(run.job_id, failure, message, result, peak)
+        logger.debug("the autoencoders took %s", list(meter.uses))
+        return Finished(run.job_id, failure, message, result, peak, meter.uses)
 
-    def _run(self, model: loader.LoadedModel, run: Run) -> GenerationResult | None:
+    def _run(self, model: loader.LoadedModel, run: Run, meter: UseMeter) -> GenerationResult | None:
         if model.pipeline is None:
             if self._control is not None:
-                follow(model.vaes, self._control, model.device, lambda: self._cancelled(run.job_id))
+                follow(model.vaes, self._control, model.device, lambda: self._cancelled(run.job_id), meter)
             return None
         try:
             return runner.run_job(
@@ -130,6 +137,7 @@ class RankWorker:
                 lambda: self._cancelled(run.job_id),
                 lambda stage, done, total: self._progress(run.job_id, stage, done, total),
                 is_output=self._setup.rank == 0,
+                meter=meter,
             )
         finally:
             if self._setup.rank == 0:
@@ -155,10 +163,9 @@ def run_rank(connection: Any) -> None:
     """Serve one rank over ``connection``; returns when the engine says so or is gone."""
     try:
         setup = connection.recv()
-        logging.getLogger().handlers[0].setFormatter(
-            logging.Formatter(f"%(levelname)s %(asctime)s [rank {setup.rank}] %(name)s: %(message)s")
-        )
-        RankWorker(connection, setup).serve()
+        log = RankLog(setup.rank)
+        log.install(logging.getLogger().handlers[0])
+        RankWorker(connection, setup, log).serve()
     except (EOFError, ConnectionError):
         logger.warning("the engine is gone; leaving")
     finally:
