@@ -18,6 +18,7 @@ from PIL import Image
 from vllm_omni_vae.config import ServerConfig
 from vllm_omni_vae.server.app import create_app
 
+from .process import Server, Start
 from .scripted_engine import ScriptedEngine
 
 MODEL = "scripted"
@@ -25,13 +26,18 @@ MODEL = "scripted"
 
 @dataclasses.dataclass
 class Running:
-    """A server that answers, with clients for it."""
+    """A server that answers, with clients for it; ``stop`` ends it and returns when it has."""
 
     url: str
     engine: ScriptedEngine
     http: httpx.Client
     openai: openai.OpenAI
     media: Path
+    stop: Callable[[], None]
+
+    def clips(self) -> list[Path]:
+        """What there is of clips on the disk, beside the index of jobs."""
+        return [path for path in self.media.iterdir() if path.is_dir()]
 
     def wait_for(self, video_id: str, *states: str) -> dict[str, Any]:
         """Follow the job's events until it is in one of ``states``; the client's timeout bounds it."""
@@ -43,6 +49,28 @@ class Running:
 
 
 Serve = Callable[..., Running]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a server as a process; none is left."""
+    servers: list[Server] = []
+
+    def begin(*within: str, **settings: Any) -> Server:
+        servers.append(Server(*within, **settings))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.process.kill()
+        server.process.wait(10)
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
 
 
 @pytest.fixture
@@ -67,7 +95,7 @@ def serve(
 ) -> Iterator[Serve]:
     stops: list[Callable[[], None]] = []
 
-    def start(*, ready: bool = True, http: str = "auto", **settings: Any) -> Running:
+    def start(*, ready: bool = True, http: str = "auto", engine: ScriptedEngine = engine, **settings: Any) -> Running:
         media = tmp_path / "media"
         config = ServerConfig(**{"media_storage_path": str(media), **settings})
         app = create_app(engine, config, model_name=MODEL)
@@ -83,22 +111,31 @@ def serve(
         client = httpx.Client(base_url=url, headers=headers, timeout=20)
         sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=20, max_retries=0)
 
-        def stop() -> None:
-            engine.may_start.set()
-            engine.may_finish.set()
+        def leave() -> None:
             client.close()
             sdk.close()
             server.should_exit = True
             leaving.append((thread, engine))
 
-        stops.append(stop)
+        def stop() -> None:
+            stops.remove(hurry)
+            leave()
+            thread.join(15)
+            assert not thread.is_alive()
+
+        def hurry() -> None:
+            engine.may_start.set()
+            engine.may_finish.set()
+            leave()
+
+        stops.append(hurry)
         while ready and client.get("/health").status_code != 200:
             pass
-        return Running(url, engine, client, sdk, media)
+        return Running(url, engine, client, sdk, media, stop)
 
     yield start
-    for stop in stops:
-        stop()
+    for hurry in stops:
+        hurry()
 
 
 @pytest.fixture

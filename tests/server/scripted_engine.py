@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_omni_vae.config import EngineConfig
+from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig
 from vllm_omni_vae.engine.api import Health, JobHandle, Listener, Progress, Started
 from vllm_omni_vae.errors import Cancelled
 from vllm_omni_vae.pipelines.profile import PipelineProfile
@@ -24,6 +24,7 @@ from vllm_omni_vae.pipelines.request import (
     ModelCard,
     SamplingDefaults,
     Stage,
+    VaeUse,
 )
 
 CARD = ModelCard(
@@ -51,6 +52,7 @@ LAYERS = dataclasses.replace(
     transparency=True,
 )
 DECISION = {"component": "vae", "operation": "decode", "strategy": "tile"}
+USE = (VaeUse(0, "decode", "tile", 0.25, 4, 0), VaeUse(1, "decode", "tile", 0.125, 2, 4096))
 
 
 class ScriptedProfile(PipelineProfile):
@@ -83,7 +85,7 @@ class ScriptedEngine:
     It has no model and no ranks: only the HTTP layer is tested with it, and tests/e2e has the tests of the whole.
 
     Args:
-        config: Not looked at.
+        config: What it says that it was started with.
         card: What it claims to make: clips, or `IMAGES`, or transparent `LAYERS`.
 
     Attributes:
@@ -92,11 +94,16 @@ class ScriptedEngine:
         running: Set while a job waits there.
         fault: Raised by the next job instead of a result.
         output: Replaces the frames of the next job.
+        decisions: What every job says of its VAE.
+        restarts: How often it claims that its ranks were started again, by code.
         requests: What was submitted.
         cancels: Identifiers of jobs that were cancelled.
     """
 
     def __init__(self, config: EngineConfig | None = None, *, card: ModelCard = CARD) -> None:
+        self.config = config or EngineConfig(
+            model="scripted", parallel=DiffusionParallelConfig(vae_patch_parallel_size=2)
+        )
         self.card = card
         self.report = (ComponentReport("vae", "AutoencoderKLWan", True, "tile on 2 ranks"),)
         self.device, self.dtype, self.worker_pids = "cpu", "float32", [1, 2]
@@ -108,6 +115,8 @@ class ScriptedEngine:
         self.start_fault: Exception | None = None
         self.fault: Exception | None = None
         self.output: np.ndarray | None = None
+        self.decisions: tuple[dict[str, Any], ...] = (DECISION,)
+        self.restarts: dict[str, int] = {}
         self.state = Health(True)
         self.requests: list[GenerationRequest] = []
         self.cancels: list[str] = []
@@ -193,8 +202,9 @@ class ScriptedEngine:
             fps=request.fps or 16 if self.card.medium is Medium.VIDEO else None,
             seed=request.seed or 0,
             stage_durations={"denoise": 0.5, "decode": 0.25},
-            decisions=(DECISION,),
+            decisions=self.decisions,
             peak_memory_mb=(12.5, 11.0),
+            vae_use=USE,
         )
 
 

@@ -82,7 +82,7 @@ def test_a_stream_has_an_event_for_each_image(serve: Serve, store: list[JobStore
     edits = list(events_of(edit(server, ("image", png), stream="true").text))
     assert [(name, data["type"]) for name, data in edits] == [("image_edit.completed", "image_edit.completed")]
     forgets(store)
-    assert not list(server.media.iterdir())
+    assert not server.clips()
 
 
 def test_what_is_refused_at_once_is_no_stream(serve: Serve) -> None:
@@ -209,13 +209,15 @@ def test_comments_keep_a_stream_open_until_the_job_is_over(tmp_path: Path) -> No
     async def follow(fails: bool) -> list[str]:
         store = JobStore(str(tmp_path), 10)
         request = GenerationRequest(prompt="a cat", medium=Medium.IMAGE, width=64, height=48, seed=3)
-        job = store.create(request, model="m", encoding=Encoding())
+        job = await store.create(request, model="m", encoding=Encoding())
         events = image_events(job, _Runner(), kind="image_edit", quality="max", keep_alive=0.01)  # type: ignore[arg-type]
         seen = [await anext(events)]
         if fails:
             store.fail(job, JobError("server_shutdown", "the server was shut down", 503))
         else:
-            store.complete(job, Outcome(stage_durations={}, inference_s=0, peak_memory_mb=(), vae=(), pictures=(b"x",)))
+            await store.complete(
+                job, Outcome(stage_durations={}, inference_s=0, peak_memory_mb=(), vae=(), pictures=(b"x",))
+            )
         return seen + [event async for event in events]
 
     comment, event = asyncio.run(follow(False))

@@ -16,7 +16,7 @@ from vllm_omni_vae.errors import EngineError, RequestError
 from vllm_omni_vae.pipelines.request import Task
 
 from .conftest import Running, Serve
-from .scripted_engine import CARD, IMAGES, LAYERS, ScriptedEngine
+from .scripted_engine import CARD, DECISION, IMAGES, LAYERS, ScriptedEngine
 from .test_reference import saved
 from .test_videos import error_of
 
@@ -51,14 +51,15 @@ def pictures(answer: httpx.Response) -> list[np.ndarray]:
 
 
 def kept(server: Running) -> list[Any]:
-    return [*server.http.get("/v1/videos").json()["data"], *server.media.iterdir()]
+    return [*server.http.get("/v1/videos").json()["data"], *server.clips()]
 
 
 def test_an_answer(serve: Serve) -> None:
     server = serve(served_model_name=("one", "häuser 猫"))
     answer = generate(server, n=2, seed=5, size="32x48", quality="high", model="häuser 猫", user="me")
     body = answer.json()
-    assert set(body) == {"created", "data", "size", "output_format", "background", "quality", "usage", "seed"}
+    assert set(body) == {"created", "data", "size", "output_format", "background", "quality", "usage", "seed", "vae"}
+    assert body["vae"] == [DECISION]
     assert (body["size"], body["output_format"], body["background"], body["seed"]) == ("32x48", "png", "opaque", 5)
     assert body["quality"] == "high" and body["created"] > 1_700_000_000
     assert [set(item) for item in body["data"]] == [{"b64_json", "seed"}] * 2

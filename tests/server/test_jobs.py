@@ -2,9 +2,9 @@
 """Jobs: order, pages, races, expiry, and a progress that never falls."""
 
 import asyncio
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,11 +40,22 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Iterator[JobStore]:
-    yield JobStore(str(tmp_path / "media"), TTL, clock=clock)
+    store = JobStore(str(tmp_path / "media"), TTL, clock=clock)
+    store.open()
+    yield store
+    store.close()
 
 
-def create(store: JobStore) -> Job:
-    return store.create(REQUEST, model="m", seconds="1.125")
+def create(store: JobStore, request: GenerationRequest = REQUEST, **more: Any) -> Job:
+    return asyncio.run(store.create(request, model="m", **{"seconds": "1.125", **more}))
+
+
+def complete(store: JobStore, job: Job) -> bool:
+    if job.live and job.listed:
+        job.folder.mkdir()
+        for variant in Variant:
+            job.path(variant).write_bytes(b"x")
+    return asyncio.run(store.complete(job, OUTCOME))
 
 
 def test_a_new_job_on_the_wire(store: JobStore) -> None:
@@ -69,6 +80,7 @@ def test_a_new_job_on_the_wire(store: JobStore) -> None:
         "stage_durations": None,
         "peak_memory_mb": None,
         "vae": None,
+        "vae_use": None,
     }
 
 
@@ -76,7 +88,7 @@ def test_a_finished_job_on_the_wire(store: JobStore, clock: Clock) -> None:
     job, failed = create(store), create(store)
     fields = set(job.to_json())
     clock.now += 7
-    assert store.start(job) and store.complete(job, OUTCOME)
+    assert store.start(job) and complete(store, job)
     wire = job.to_json()
     assert (wire["status"], wire["progress"], wire["completed_at"], wire["expires_at"]) == (
         "completed",
@@ -100,27 +112,27 @@ def test_identifiers_cannot_be_guessed(store: JobStore) -> None:
 def test_images_are_not_kept(store: JobStore) -> None:
     image = np.zeros((48, 64, 3), np.uint8)
     request = GenerationRequest(prompt="a cat", images=(image,))
-    assert store.create(request, model="m", seconds="1").request.images == ()
+    assert create(store, request).request.images == ()
 
 
 def test_images_are_answered_and_not_listed(store: JobStore) -> None:
     pixels = np.zeros((48, 64, 3), np.uint8)
     request = GenerationRequest(prompt="a cat", medium=Medium.IMAGE, images=(pixels,), mask=pixels[..., 0])
     clip = create(store)
-    job = store.create(request, model="m", encoding=Encoding(format="webp"))
+    job = create(store, request, encoding=Encoding(format="webp"))
     assert job.id.startswith("image_") and not job.listed and clip.listed
     assert (job.encoding, job.request.images, job.request.mask) == (Encoding(format="webp"), (), None)
     page = store.page(after=None, limit=9, order="asc")
     assert page is not None and page.jobs == [clip] and not page.has_more
     assert store.get(job.id) is None and store.page(after=job.id, limit=9, order="asc") is None
-    assert store.start(job) and store.complete(job, OUTCOME)
+    assert store.start(job) and complete(store, job)
     assert store.delete(job.id) is job and store.gone(job.id) is None and store.delete(job.id) is None
 
 
 def test_images_that_nobody_fetched_expire(store: JobStore, clock: Clock) -> None:
     request = GenerationRequest(prompt="a cat", medium=Medium.IMAGE)
-    job = store.create(request, model="m", encoding=Encoding())
-    store.complete(job, OUTCOME)
+    job = create(store, request, encoding=Encoding())
+    complete(store, job)
     clock.now += TTL
     assert store.expire() == [job] and store.delete(job.id) is None
 
@@ -137,7 +149,7 @@ def test_progress_never_falls_and_is_100_only_at_the_end(store: JobStore) -> Non
     assert seen == sorted(seen) and seen[-1] == 99
     assert len(set(seen)) > 20
     assert job.stage is Stage.EXPORT and job.status is JobStatus.IN_PROGRESS
-    store.complete(job, OUTCOME)
+    complete(store, job)
     assert job.progress == 100
 
 
@@ -159,7 +171,7 @@ def test_a_clip_without_a_reference_skips_the_encode_stage(store: JobStore) -> N
 def test_whoever_is_first_wins(store: JobStore, first: str) -> None:
     job = create(store)
     moves = {
-        "complete": lambda: store.complete(job, OUTCOME),
+        "complete": lambda: complete(store, job),
         "fail": lambda: store.fail(job, ERROR),
         "delete": lambda: store.delete(job.id) is job,
     }
@@ -208,7 +220,7 @@ def test_paging_goes_on_after_a_job_that_is_gone(store: JobStore) -> None:
 
 def test_what_is_finished_expires(store: JobStore, clock: Clock) -> None:
     done, failed, waiting = create(store), create(store), create(store)
-    store.complete(done, OUTCOME)
+    complete(store, done)
     store.fail(failed, ERROR)
     clock.now += TTL - 1
     assert store.expire() == []
@@ -239,7 +251,7 @@ def test_files(store: JobStore, tmp_path: Path) -> None:
     job.folder.mkdir()
     job.path(Variant.VIDEO).write_bytes(b"x")
     store.discard_files(job)
-    assert not list(store.folder.iterdir())
+    assert not job.folder.exists()
     store.close()
     assert store.folder.is_dir()
 
@@ -253,7 +265,10 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def test_a_temporary_folder_goes_with_the_store() -> None:
     store = JobStore(None, TTL)
-    create(store).folder.mkdir()
+    store.open()
+    job = create(store)
+    assert not store.outlives(job)
+    job.folder.mkdir()
     assert store.folder.is_dir()
     store.close()
     assert not store.folder.exists()
@@ -262,17 +277,23 @@ def test_a_temporary_folder_goes_with_the_store() -> None:
 
 def test_every_change_can_be_waited_for(store: JobStore) -> None:
     async def follow() -> int:
-        job = create(store)
+        job = await store.create(REQUEST, model="m", kept=False)
+
+        async def complete() -> bool:
+            return await store.complete(job, OUTCOME)
+
+        async def now(move: Callable[[], object]) -> object:
+            return move()
+
         changes = 0
-        moves = itertools.cycle([lambda: store.start(job)])
         for move in (
-            next(moves),
-            lambda: store.advance(job, Stage.DENOISE, 1, 2),
-            lambda: store.complete(job, OUTCOME),
-            lambda: store.delete(job.id),
+            now(lambda: store.start(job)),
+            now(lambda: store.advance(job, Stage.DENOISE, 1, 2)),
+            complete(),
+            now(lambda: store.delete(job.id)),
         ):
             changed = job.changed
-            move()
+            await move
             await asyncio.wait_for(changed.wait(), 1)
             changes += 1
         return changes

@@ -64,7 +64,7 @@ def test_a_failed_job_is_an_answer_and_not_an_exception(serve: Serve) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as refused:
         server.openai.videos.download_content(video.id)
     assert refused.value.code == "rank_failed"
-    assert not list(server.media.iterdir())
+    assert not server.clips()
     assert server.openai.videos.create_and_poll(prompt="a cat").status == "completed"
 
 
@@ -80,10 +80,10 @@ def test_list_turns_pages(serve: Serve) -> None:
 def test_delete(serve: Serve) -> None:
     server = serve()
     video = server.openai.videos.create_and_poll(prompt="a cat")
-    assert [path.name for path in server.media.iterdir()] == [video.id]
+    assert [path.name for path in server.clips()] == [video.id]
     gone = server.openai.videos.delete(video.id)
     assert (gone.id, gone.deleted, gone.object) == (video.id, True, "video.deleted")
-    assert not list(server.media.iterdir())
+    assert not server.clips()
     with pytest.raises(openai.NotFoundError):
         server.openai.videos.retrieve(video.id)
     with pytest.raises(openai.NotFoundError):

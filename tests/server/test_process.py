@@ -1,86 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server as a process: what it takes before it loads the model, what it says, and how it ends."""
 
-import contextlib
-import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from .process import Start, ready
 
 pytestmark = pytest.mark.e2e
-
-
-class Server:
-    """A `serve_scripted` process; `output` has its lines so far."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.serve_scripted", json.dumps(settings)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.output: list[str] = []
-        self._news = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self.output.append(line.rstrip())
-                self._news.notify_all()
-
-    def says(self, text: str) -> bool:
-        """Wait for a line that contains ``text``."""
-        with self._news:
-            return self._news.wait_for(lambda: any(text in line for line in self.output), 20)
-
-    def ends(self) -> int:
-        """Wait for the end and return the exit code."""
-        return self.process.wait(20)
-
-
-Start = Callable[..., Server]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    servers: list[Server] = []
-
-    def begin(**settings: Any) -> Server:
-        servers.append(Server(**settings))
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        server.process.kill()
-        server.process.wait(10)
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
-@contextlib.contextmanager
-def ready(port: int) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-        while client.get("/health").status_code != 200:
-            pass
-        yield client
 
 
 def test_start_and_end(start: Start, port: int, tmp_path: Path) -> None:
@@ -108,12 +39,28 @@ def test_after_sigterm_the_running_job_finishes_and_no_other_is_taken(start: Sta
             pass
         refused = client.post("/v1/videos", json={"prompt": "a cat"})
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        assert client.get(f"/v1/videos/{waiting}").json()["status"] == "queued"
+        assert client.get(f"/v1/videos/{running}").json()["status"] == "in_progress"
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.ends() == 0
+    assert {path.name for path in (tmp_path / running).iterdir()} == {"video.mp4", "thumbnail.webp", "spritesheet.jpg"}
+
+
+def test_after_sigterm_what_waits_fails_where_nothing_is_kept(start: Start, port: int) -> None:
+    server = start(host="127.0.0.1", port=port, hold=True)
+    assert server.says("ScriptedPipeline")
+    with ready(port) as client:
+        running, waiting = (client.post("/v1/videos", json={"prompt": "a cat"}).json()["id"] for _ in range(2))
+        while client.get(f"/v1/videos/{running}").json()["status"] != "in_progress":
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        while client.get("/health").status_code == 200:
+            pass
         job = client.get(f"/v1/videos/{waiting}").json()
         assert (job["status"], job["error"]["code"]) == ("failed", "server_shutdown")
         assert client.get(f"/v1/videos/{running}").json()["status"] == "in_progress"
         server.process.send_signal(signal.SIGUSR1)
         assert server.ends() == 0
-    assert {path.name for path in (tmp_path / running).iterdir()} == {"video.mp4", "thumbnail.webp", "spritesheet.jpg"}
 
 
 def test_after_the_grace_period_the_running_job_fails(start: Start, port: int, tmp_path: Path) -> None:
@@ -133,7 +80,7 @@ def test_after_the_grace_period_the_running_job_fails(start: Start, port: int, t
         thread.join(10)
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "server_shutdown"
         assert server.ends() == 0
-    assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jobs.lock", "jobs.sqlite3"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -163,7 +110,7 @@ def test_after_sigterm_images_are_still_answered(start: Start, port: int, tmp_pa
             thread.join(10)
     assert server.ends() == 0
     assert answers[1].status_code == 200 and "b64_json" in answers[1].text
-    assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jobs.lock", "jobs.sqlite3"]
 
 
 def test_a_second_ctrl_c_ends_the_wait(start: Start, port: int) -> None:

@@ -22,7 +22,7 @@ def sync(server: Running, **fields: Any) -> httpx.Response:
 
 
 def gone(server: Running) -> bool:
-    return server.http.get("/v1/videos").json()["data"] == [] and not list(server.media.iterdir())
+    return server.http.get("/v1/videos").json()["data"] == [] and not server.clips()
 
 
 def test_deleting_a_running_job_stops_the_engine(serve: Serve) -> None:
@@ -48,7 +48,7 @@ def test_deleting_a_waiting_job(serve: Serve) -> None:
     server.engine.may_finish.set()
     thread.join(10)
     assert server.wait_for(running, "completed")["status"] == "completed"
-    assert [path.name for path in server.media.iterdir()] == [running]
+    assert [path.name for path in server.clips()] == [running]
 
 
 def test_deleting_while_the_files_are_written(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_deleting_while_the_files_are_written(serve: Serve, monkeypatch: pytest.
     identity = create(server)
     assert writing.wait(10)
     assert server.http.get("/health").status_code == 200
-    assert [path.name for path in server.media.iterdir()] == [f"{identity}.part"]
+    assert [path.name for path in server.clips()] == [f"{identity}.part"]
     deletion = threading.Thread(target=server.http.delete, args=(f"/v1/videos/{identity}",))
     deletion.start()
     while server.http.get(f"/v1/videos/{identity}").status_code == 200:

@@ -161,7 +161,7 @@ def test_an_expired_video_is_gone_with_its_files(serve: Serve) -> None:
         pass
     assert error_of(answer) == (410, "video_id", "video_expired")
     assert error_of(server.http.get(f"/v1/videos/{identity}"))[0] == 404
-    assert not list(server.media.iterdir())
+    assert not server.clips()
 
 
 def test_ranges(serve: Serve) -> None:
@@ -196,7 +196,7 @@ def test_output_that_is_not_the_clip_fails_the_job(serve: Serve) -> None:
         server.engine.output = output
         job = server.wait_for(create(server), "failed", "completed")
         assert (job["status"], job["error"]["code"]) == ("failed", "invalid_output")
-        assert job["progress"] < 100 and not list(server.media.iterdir())
+        assert job["progress"] < 100 and not server.clips()
 
 
 def test_two_bad_requests_beside_a_good_one(serve: Serve) -> None:

@@ -9,6 +9,16 @@ import ssl
 from ..errors import ConfigurationError
 from .option import option
 
+_LIMITS = (
+    "media_ttl",
+    "media_max_bytes",
+    "max_queued_jobs",
+    "max_upload_bytes",
+    "max_pixels",
+    "max_frames",
+    "job_timeout",
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -39,9 +49,14 @@ class ServerConfig:
     disable_uvicorn_access_log: bool = option(False, "No line per HTTP request.", shared=True)
     disable_fastapi_docs: bool = option(False, "No /docs and /openapi.json.", shared=True)
     media_storage_path: str | None = option(
-        None, "Folder for finished videos. Default: a temporary folder that goes with the server."
+        None,
+        "Folder for videos and the index of jobs, which survive a restart there. "
+        "Default: a temporary folder that goes with the server.",
     )
     media_ttl: float = option(86_400.0, "Seconds that a finished video is kept.")
+    media_max_bytes: int | None = option(
+        None, "Bytes of finished videos from which on a new job is answered 507. Default: no limit."
+    )
     max_queued_jobs: int = option(64, "Jobs that may wait; beyond it a request is answered 429.")
     max_upload_bytes: int = option(64 * 1024 * 1024, "Largest request body in bytes; a larger one is answered 413.")
     max_pixels: int = option(4096 * 4096, "Most pixels in one frame or image, asked for or uploaded.")
@@ -52,8 +67,9 @@ class ServerConfig:
         for name in ("api_key", "served_model_name", "allowed_origins", "allowed_methods", "allowed_headers"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
-        for name in ("media_ttl", "max_queued_jobs", "max_upload_bytes", "max_pixels", "max_frames", "job_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; give a number above 0")
+        for name in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name} is {value}; give a number above 0")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigurationError("ssl_keyfile and ssl_certfile go together; one of them is missing")

@@ -28,9 +28,11 @@ from .images import ImageRoutes
 from .jobs import JobStore
 from .lifecycle import EngineLifecycle, ServingEngine
 from .listen import describe, listening_socket
-from .models import model_routes
+from .metrics import Metrics
+from .models import metrics_route, model_routes
 from .runner import JobRunner
 from .table import startup_table
+from .tracking import RequestTracking
 from .upload import UploadLimit
 from .video_intake import VideoIntake
 from .videos import VideoRoutes
@@ -42,6 +44,7 @@ SHUTDOWN_GRACE_S = 20.0
 # Seconds that connections and half-written files get after that.
 CLOSE_WAIT_S = 3
 SWEEP_S = 30.0
+RESUME_POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class _Parts:
     app: FastAPI
     lifecycle: EngineLifecycle
     runner: JobRunner
+    store: JobStore
 
 
 def create_app(engine: ServingEngine, config: ServerConfig, *, model_name: str) -> FastAPI:
@@ -67,17 +71,27 @@ def create_app(engine: ServingEngine, config: ServerConfig, *, model_name: str) 
 def _assemble(engine: ServingEngine, config: ServerConfig, model_name: str) -> _Parts:
     names = config.served_model_name or (model_name,)
     lifecycle = EngineLifecycle(engine)
-    store = JobStore(config.media_storage_path, config.media_ttl)
-    runner = JobRunner(lifecycle, store, max_queued_jobs=config.max_queued_jobs, job_timeout=config.job_timeout)
+    store = JobStore(config.media_storage_path, config.media_ttl, max_bytes=config.media_max_bytes)
+    metrics = Metrics(lifecycle, config.max_queued_jobs)
+    runner = JobRunner(
+        lifecycle,
+        store,
+        metrics,
+        names=names,
+        max_queued_jobs=config.max_queued_jobs,
+        job_timeout=config.job_timeout,
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(store.open)
         lifecycle.begin()
-        sweeper = asyncio.create_task(_sweep(runner))
+        tasks = [asyncio.create_task(task) for task in (_sweep(runner), _resume(lifecycle, runner))]
         try:
             yield
         finally:
-            sweeper.cancel()
+            for task in tasks:
+                task.cancel()
             await runner.drain(0)
             await lifecycle.end()
             await runner.close(CLOSE_WAIT_S)
@@ -95,6 +109,7 @@ def _assemble(engine: ServingEngine, config: ServerConfig, model_name: str) -> _
     )
     install_error_handlers(app)
     app.include_router(model_routes(lifecycle, names))
+    app.include_router(metrics_route(metrics, runner))
     app.include_router(VideoRoutes(VideoIntake(engine, names, config), runner, store).router)
     app.include_router(ImageRoutes(ImageIntake(engine, names, config), runner).router)
     app.add_middleware(UploadLimit, max_bytes=config.max_upload_bytes)
@@ -108,13 +123,20 @@ def _assemble(engine: ServingEngine, config: ServerConfig, model_name: str) -> _
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
         )
-    return _Parts(app, lifecycle, runner)
+    app.add_middleware(RequestTracking, metrics=metrics)
+    return _Parts(app, lifecycle, runner, store)
 
 
 async def _sweep(runner: JobRunner) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
         await runner.expire()
+
+
+async def _resume(lifecycle: EngineLifecycle, runner: JobRunner) -> None:
+    while not lifecycle.ready:
+        await asyncio.sleep(RESUME_POLL_S)
+    runner.resume()
 
 
 class _Server(uvicorn.Server):
@@ -148,7 +170,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     `SHUTDOWN_GRACE_S` seconds while clients can still ask for it (a second Ctrl-C ends that), and no process is left.
 
     Raises:
-        ConfigurationError: an address, a certificate or a checkpoint that cannot be used.
+        ConfigurationError: an address, a certificate, a folder for videos or a checkpoint that cannot be used.
         EngineError: the engine did not start, or gave up.
         SystemExit: 0 after SIGTERM.
     """
@@ -157,7 +179,11 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         engine = Engine(engine_config)
         try:
             parts = _assemble(engine, server_config, engine_config.model)
-            _serve(parts, server_config, sock)
+            try:
+                parts.store.open()
+                _serve(parts, server_config, sock)
+            finally:
+                parts.store.close()
         finally:
             engine.close()
     if parts.lifecycle.failure is not None:

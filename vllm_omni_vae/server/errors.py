@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..errors import EngineError, QueueFullError, RequestError
+from .request_id import REQUEST_ID, request_id
 
 RETRY_AFTER_S = 5
 NO_RETRY = {"x-should-retry": "false"}
@@ -85,7 +86,9 @@ async def _on_engine_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected(_: Request, error: Exception) -> Response:
-    return error_response(500, "internal error; the server's log has the reason", code="internal_error")
+    headers = {REQUEST_ID: request_id.get()}
+    message = "internal error; the server's log has the reason"
+    return error_response(500, message, code="internal_error", headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -26,15 +26,18 @@ _USAGE = {
 
 
 def images_body(job: Job, quality: str) -> bytes:
-    """Return the answer of a finished job as JSON. Blocking: it takes time with many large images.
+    """Return the answer of a finished job as JSON, with its seed and the VAE's decisions besides OpenAI's fields.
+
+    Blocking: it takes time with many large images.
 
     Args:
         job: Completed, of an image model.
         quality: What the request said of it.
     """
+    assert job.outcome is not None
     effort = quality if quality in _EFFORTS else None
     body = {"created": job.completed_at, "data": list(_items(job)), **_common(job), "quality": effort, "usage": _USAGE}
-    return json.dumps({**body, "seed": job.request.seed}).encode()
+    return json.dumps({**body, "seed": job.request.seed, "vae": job.outcome.vae}).encode()
 
 
 async def image_events(

@@ -69,7 +69,7 @@ class ImageRoutes:
         )
 
     async def _answer(self, request: Request, order: ImageOrder, kind: str) -> Response:
-        job = self._runner.submit(order.request, model=order.model, encoding=order.encoding)
+        job = await self._runner.submit(order.request, model=order.model, encoding=order.encoding)
         if order.stream:
             events = image_events(job, self._runner, kind=kind, quality=order.quality)
             return JobStream(events, self._runner, job)

@@ -43,6 +43,7 @@ class Outcome:
         inference_s: Seconds in the engine.
         peak_memory_mb: MiB per rank.
         vae: The VAE's decisions.
+        vae_use: What the VAE cost each rank: the fields of `VaeUse`.
         pictures: The files of an image model, one after the other; those of a clip are in the job's folder.
     """
 
@@ -50,6 +51,7 @@ class Outcome:
     inference_s: float
     peak_memory_mb: tuple[float, ...]
     vae: tuple[dict[str, Any], ...]
+    vae_use: tuple[dict[str, Any], ...] = ()
     pictures: tuple[bytes, ...] = ()
 
 
@@ -60,12 +62,16 @@ class Job:
     Attributes:
         id: Unguessable.
         serial: Place in the order of creation.
+        model: The name under which it was asked for.
+        pipeline: The class that is to run it.
         request: What is made, every value filled in, without its reference images and mask.
         seconds: The clip's length as OpenAI's string.
         encoding: How images are written; None of a clip.
         folder: Where a clip's files are once it is completed.
+        kept: Whether it is in the index; not where a client waits on its connection for what is made.
         progress: 0 to 100; never falls.
         stage: What it does now, None before it runs.
+        size_bytes: What its files take once it is completed.
         gone: Set once it is deleted or expired.
         changed: Set at the next change; take it before looking at the job, so that no change is missed.
     """
@@ -76,6 +82,8 @@ class Job:
     request: GenerationRequest
     folder: Path
     created_at: int
+    pipeline: str = ""
+    kept: bool = False
     seconds: str = ""
     encoding: Encoding | None = None
     remixed_from: str | None = None
@@ -86,6 +94,7 @@ class Job:
     expires_at: int | None = None
     error: JobError | None = None
     outcome: Outcome | None = None
+    size_bytes: int = 0
     gone: Gone | None = None
     changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -131,4 +140,5 @@ class Job:
             "stage_durations": outcome.stage_durations if outcome else None,
             "peak_memory_mb": list(outcome.peak_memory_mb) if outcome else None,
             "vae": list(outcome.vae) if outcome else None,
+            "vae_use": list(outcome.vae_use) if outcome else None,
         }

@@ -4,24 +4,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import logging
 import secrets
-import shutil
-import tempfile
+import sqlite3
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Literal
+from concurrent.futures import Future
+from typing import Literal, cast
 
-from ..errors import ConfigurationError
-from ..pipelines.request import GenerationRequest, Stage
+from ..errors import ConfigurationError, RequestError
+from ..pipelines.request import Frames, GenerationRequest, Stage
+from .index import MAX_TOMBSTONES, JobIndex, Tombstone
 from .job import Gone, Job, JobError, JobStatus, Outcome
 from .pictures import Encoding
+from .restart import restore
+from .saved import record_of, to_png
+from .storage import MediaFolder, is_full
 
-logger = logging.getLogger(__name__)
-
-MAX_TOMBSTONES = 10_000
 # Percent of a whole job that each stage stands for, in the stages' order; the clip is readable only at 100.
 STAGE_WEIGHTS = {Stage.ENCODE: 5, Stage.DENOISE: 70, Stage.DECODE: 20, Stage.EXPORT: 5}
 
@@ -39,50 +39,120 @@ class Page:
 class JobStore:
     """Every job by its id, in the order of creation, and what became of those that are gone.
 
-    Not thread-safe: called on the event loop only, except `discard_files` and `close`. A transition that comes too late
-    (for a job that is finished or gone) changes nothing and returns False, so that whoever is first wins.
+    What a client has been told is on disk before it is told: `create`, `complete` and `saved` return only then. Other
+    changes are written in their order, soon after they are made.
+
+    Not thread-safe: called on the event loop only, except `open`, `discard_files` and `close`. A transition that comes
+    too late (for a job that is finished or gone) changes nothing and returns False, so that whoever is first wins.
 
     Args:
-        folder: Where files go; None for a temporary folder that `close` removes.
+        folder: Where files and the index go; None for a temporary folder that `close` removes.
         ttl: Seconds that a finished job and its files are kept.
+        max_bytes: Bytes of finished clips from which on `check_room` refuses; None for no limit.
         clock: Seconds since the epoch.
 
     Raises:
         ConfigurationError: the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: str | None, ttl: float, *, clock: Callable[[], float] = time.time) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-omni-vae-") if folder is None else None
-        self.folder = Path(self._temporary.name if self._temporary else str(folder)).resolve()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot keep videos in {self.folder}: {error}; see --media-storage-path"
-            ) from None
+    def __init__(
+        self, folder: str | None, ttl: float, *, max_bytes: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._media = MediaFolder(folder)
+        self.folder = self._media.path
+        self._index: JobIndex | None = None
         self._ttl = ttl
+        self._max_bytes = max_bytes
         self._clock = clock
         self._jobs: dict[str, Job] = {}
-        self._tombstones: dict[str, tuple[int, Gone]] = {}
+        self._tombstones: dict[str, Tombstone] = {}
+        self._waiting: list[tuple[Job, tuple[Frames, ...]]] = []
         self._serial = 0
 
-    def create(
+    def open(self) -> None:
+        """Take the folder for this process, and up what an earlier one left in it. Blocking; safe to call again.
+
+        Raises:
+            ConfigurationError: another server has the folder, or its index cannot be read or written.
+        """
+        if self._index is not None:
+            return
+        self._media.claim()
+        try:
+            index = JobIndex(self._media.index)
+            try:
+                found = restore(index, self._media, ttl=self._ttl, now=int(self._clock()))
+                index.flush().result()
+            except BaseException as error:
+                index.close()
+                if isinstance(error, (OSError, sqlite3.Error)):
+                    raise ConfigurationError(
+                        f"cannot write to {self._media.index}: {error}; make room, or give another --media-storage-path"
+                    ) from None
+                raise
+        except BaseException:
+            self._media.close()
+            raise
+        self._index = index
+        self._jobs = {job.id: job for job in found.jobs}
+        self._tombstones = {stone.id: stone for stone in found.tombstones}
+        self._waiting, self._serial = found.waiting, found.serial
+
+    def take_waiting(self) -> list[tuple[Job, GenerationRequest]]:
+        """Return, once, the jobs that waited when the last server ended, with all of their requests."""
+        waiting, self._waiting = self._waiting, []
+        return [(job, dataclasses.replace(job.request, images=images)) for job, images in waiting if job.live]
+
+    def outlives(self, job: Job) -> bool:
+        """Whether the next server will find ``job``."""
+        return job.kept and self._media.lasting
+
+    def check_room(self) -> None:
+        """Refuse another clip when those there are take all the room they may.
+
+        Raises:
+            RequestError: 507.
+        """
+        used = sum(job.size_bytes for job in self._jobs.values())
+        if self._max_bytes is not None and used >= self._max_bytes:
+            raise RequestError(
+                f"finished videos take {used} bytes, and {self._max_bytes} are all they may; delete some of them",
+                code="storage_full",
+                status=507,
+            )
+
+    async def create(
         self,
         request: GenerationRequest,
         *,
         model: str,
+        pipeline: str = "",
         seconds: str = "",
         encoding: Encoding | None = None,
         remixed_from: str | None = None,
+        kept: bool = True,
     ) -> Job:
-        """Add a queued job for ``request``; its reference images and mask are not kept in memory."""
+        """Add a queued job for ``request``; its reference images and mask are not kept in memory.
+
+        Args:
+            request: Every value filled in.
+            model: The name under which it was asked for.
+            pipeline: The class that is to run it.
+            seconds: A clip's length as OpenAI's string.
+            encoding: How images are written.
+            remixed_from: The job whose settings a clip has.
+            kept: Whether a clip's job goes into the index.
+
+        Raises:
+            RequestError: 507, the disk is full.
+        """
         self._serial += 1
         identity = f"{request.medium}_{secrets.token_hex(16)}"
         job = Job(
             id=identity,
             serial=self._serial,
             model=model,
+            pipeline=pipeline,
             request=dataclasses.replace(request, images=(), mask=None),
             seconds=seconds,
             encoding=encoding,
@@ -90,8 +160,23 @@ class JobStore:
             created_at=int(self._clock()),
             remixed_from=remixed_from,
         )
+        job.kept = kept and job.listed
+        if job.kept:
+            try:
+                await _written(self._open_index.add(record_of(job), lambda: list(map(to_png, request.images))))
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                message = "the server's disk is full; delete some videos, or try again later"
+                raise RequestError(message, code="storage_full", status=507) from None
         self._jobs[identity] = job
         return job
+
+    @property
+    def _open_index(self) -> JobIndex:
+        if self._index is None:
+            raise RuntimeError("the job store is not open")
+        return self._index
 
     def get(self, identity: str) -> Job | None:
         """Return the job, or None when there is none that is listed (or none any more: see `gone`)."""
@@ -101,7 +186,7 @@ class JobStore:
     def gone(self, identity: str) -> Gone | None:
         """Say why there is no such job any more; None for an id that never was."""
         tombstone = self._tombstones.get(identity)
-        return tombstone[1] if tombstone else None
+        return cast(Gone, tombstone.reason) if tombstone else None
 
     def page(self, *, after: str | None, limit: int, order: ListOrder) -> Page | None:
         """Return up to ``limit`` listed jobs that follow ``after`` (which may be gone by now); None if it never was."""
@@ -119,13 +204,14 @@ class JobStore:
         if job := self.get(identity):
             return job.serial
         tombstone = self._tombstones.get(identity)
-        return tombstone[0] if tombstone else None
+        return tombstone.serial if tombstone else None
 
     def start(self, job: Job) -> bool:
         """The job left the queue."""
         if not job.live or job.status is JobStatus.IN_PROGRESS:
             return False
         job.status = JobStatus.IN_PROGRESS
+        self._save(job, final=False)
         self._notify(job)
         return True
 
@@ -140,17 +226,29 @@ class JobStore:
         job.progress = max(job.progress, min(99, reached))
         if job.stage is None or _place(stage) > _place(job.stage):
             job.stage = stage
+        if job.progress != before[1]:
+            self._save(job, final=False)
         if (job.stage, job.progress) != before:
             self._notify(job)
         return True
 
-    def complete(self, job: Job, outcome: Outcome) -> bool:
-        """The job's files are readable."""
+    async def complete(self, job: Job, outcome: Outcome) -> bool:
+        """The job's files are readable, and stay so.
+
+        Raises:
+            OSError: they could not be brought to the disk.
+        """
+        now = self._clock()
+        over = dataclasses.replace(job, status=JobStatus.COMPLETED, progress=100, outcome=outcome)
+        over.completed_at, over.expires_at = int(now), int(now + self._ttl)
+        if job.live and job.kept:
+            over.size_bytes = await asyncio.to_thread(self._media.settle, job.id)
+            if job.live:
+                await _written(self._open_index.change(record_of(over)))
         if not job.live:
             return False
-        now = self._clock()
-        job.status, job.progress, job.outcome = JobStatus.COMPLETED, 100, outcome
-        job.completed_at, job.expires_at = int(now), int(now + self._ttl)
+        job.status, job.progress, job.outcome = over.status, over.progress, over.outcome
+        job.completed_at, job.expires_at, job.size_bytes = over.completed_at, over.expires_at, over.size_bytes
         self._notify(job)
         return True
 
@@ -159,6 +257,7 @@ class JobStore:
         if not job.live:
             return False
         job.status, job.error, job.completed_at = JobStatus.FAILED, error, int(self._clock())
+        self._save(job)
         self._notify(job)
         return True
 
@@ -169,6 +268,8 @@ class JobStore:
     def withdraw(self, job: Job) -> None:
         """Take back a job that was never really accepted; it leaves no trace."""
         del self._jobs[job.id]
+        if job.kept:
+            self._open_index.remove(job.id)
 
     def expire(self) -> list[Job]:
         """Forget finished jobs whose time is over and return them; the caller removes their files."""
@@ -186,31 +287,58 @@ class JobStore:
             return None
         job.gone = reason
         if job.listed:
-            self._tombstones[identity] = (job.serial, reason)
+            stone = self._tombstones[identity] = Tombstone(identity, job.serial, reason)
+            if job.kept:
+                self._open_index.bury(stone)
         while len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
         self._notify(job)
         return job
+
+    def _save(self, job: Job, *, final: bool = True) -> None:
+        if job.kept:
+            self._open_index.change(record_of(job), final=final)
+
+    async def saved(self) -> None:
+        """Return when every change so far is on disk.
+
+        Raises:
+            OSError, sqlite3.Error: some cannot be written; they are tried again with the next change.
+        """
+        await _written(self._open_index.flush())
+
+    async def erase(self, job: Job) -> None:
+        """Remove the files of a job that is gone; a crash in between leaves it gone.
+
+        Raises:
+            OSError, sqlite3.Error: as for `saved`.
+        """
+        if job.kept:
+            with contextlib.suppress(OSError, sqlite3.Error):  # a full disk has room once the files are gone
+                await self.saved()
+        await asyncio.to_thread(self.discard_files, job)
+        if job.kept:
+            await self.saved()
 
     @staticmethod
     def _notify(job: Job) -> None:
         job.changed.set()
         job.changed = asyncio.Event()
 
-    @staticmethod
-    def discard_files(job: Job) -> None:
+    def discard_files(self, job: Job) -> None:
         """Remove a job's files, if it has any. Blocking; from any thread."""
-        try:
-            shutil.rmtree(job.folder)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            logger.warning("cannot remove the files of %s: %s", job.id, error)
+        self._media.discard(job.id)
 
     def close(self) -> None:
-        """Remove the temporary folder, if the store made it. Blocking; safe to call again."""
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        """Write what is left, and leave the folder, or remove it if it is temporary. Blocking; safe to call again."""
+        if self._index is not None:
+            self._index.close()
+        self._media.close()
+
+
+async def _written(change: Future[None]) -> None:
+    # Shielded: a change that is on its way is not taken back, whoever waits for it.
+    await asyncio.shield(asyncio.wrap_future(change))
 
 
 def _place(stage: Stage) -> int:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from ..config import EngineConfig
 from ..engine.api import Health, JobHandle, Listener
 from ..errors import VaeParallelError
 from ..pipelines.request import ComponentReport, GenerationRequest, ModelCard
@@ -21,6 +22,9 @@ CLOSING = "shutting down"
 
 class ServingEngine(Protocol):
     """What the server needs of an engine; `vllm_omni_vae.engine.engine.Engine` is the one that it gets."""
+
+    @property
+    def config(self) -> EngineConfig: ...
 
     @property
     def card(self) -> ModelCard: ...
@@ -36,6 +40,9 @@ class ServingEngine(Protocol):
 
     @property
     def worker_pids(self) -> Sequence[int]: ...
+
+    @property
+    def restarts(self) -> Mapping[str, int]: ...
 
     def start(self) -> None: ...
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small routes: which model answers, whether it is well, which version this is."""
+"""The small routes: which model answers, whether it is well, which version this is, and what it has done."""
 
 from __future__ import annotations
 
 import time
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from .. import __version__
 from .errors import error_response
 from .lifecycle import LOADING, EngineLifecycle
+from .metrics import Metrics
+from .runner import JobRunner
 
 OWNER = "vllm-omni-vae"
 
@@ -48,4 +51,22 @@ def model_routes(lifecycle: EngineLifecycle, names: tuple[str, ...]) -> APIRoute
     router.add_api_route("/health", health, methods=["GET"])
     router.add_api_route("/ping", health, methods=["GET"], operation_id="ping")
     router.add_api_route("/version", version, methods=["GET"])
+    return router
+
+
+def metrics_route(metrics: Metrics, runner: JobRunner) -> APIRouter:
+    """Return ``/metrics``, which needs a key where there are keys.
+
+    Args:
+        metrics: What is counted.
+        runner: Knows the jobs that wait and run.
+    """
+    router = APIRouter(tags=["server"])
+
+    async def scrape(request: Request) -> Response:
+        """Return metrics in Prometheus' text format, or OpenMetrics if asked for."""
+        body, content_type = metrics.render(runner.live_jobs, request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
+
+    router.add_api_route("/metrics", scrape, methods=["GET"], response_class=PlainTextResponse, operation_id="metrics")
     return router

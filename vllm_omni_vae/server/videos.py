@@ -85,7 +85,7 @@ class VideoRoutes:
         While it is made it is a job like any other; after that neither job nor file is kept. A client that goes away
         cancels it.
         """
-        job = await self._accept(request)
+        job = await self._accept(request, kept=False)
         try:
             if not await finished(self._runner, job, request):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -121,9 +121,10 @@ class VideoRoutes:
     async def remix_video(self, request: Request, video_id: str) -> Response:
         """Queue a video with a finished one's settings, its seed and reference image too, and a new prompt."""
         self._runner.check_open()
+        self._store.check_room()
         source = await self._find_clip(video_id)
         resolved = await self._intake.remix(request, source.request, source.reference)
-        job = self._runner.submit(resolved, model=source.model, seconds=source.seconds, remixed_from=source.id)
+        job = await self._runner.submit(resolved, model=source.model, seconds=source.seconds, remixed_from=source.id)
         return _job_response(job)
 
     async def follow_video(self, video_id: str) -> Response:
@@ -140,10 +141,11 @@ class VideoRoutes:
             status=501,
         )
 
-    async def _accept(self, request: Request) -> Job:
+    async def _accept(self, request: Request, *, kept: bool = True) -> Job:
         self._runner.check_open()
+        self._store.check_room()
         order = await self._intake.video(request)
-        return self._runner.submit(order.request, model=order.model, seconds=order.seconds)
+        return await self._runner.submit(order.request, model=order.model, seconds=order.seconds, kept=kept)
 
     async def _find(self, video_id: str) -> Job:
         await self._runner.expire()
