@@ -21,6 +21,7 @@ from typing import Any
 import matplotlib
 import openai
 import pytest
+from PIL import Image
 
 import vllm_omni_vae
 from tests.docs.markdown import ROOT, Block, all_blocks
@@ -36,6 +37,7 @@ MODELS = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "wan2.2-t2v",
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": "wan2.2-i2v",
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": "wan2.2-ti2v-5b",
+    "Qwen/Qwen-Image-Edit-2509": "qwen-image-edit-plus",
 }
 SMALLER = {
     r"num_frames=81": f"num_frames=1, width={SIDE}, height={SIDE}",
@@ -127,6 +129,24 @@ def test_offline_blocks_and_the_example(
         in said
     )
     assert frames_of(here / "video.mp4") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_that_edits_a_picture(
+    here: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model encodes a picture at about a megapixel, whatever the size that is made."""
+    script = EXAMPLES / "offline_inference" / "qwen_image_edit.py"
+    asked = ["--model", str(checkpoints["Qwen/Qwen-Image-Edit-2509"]), "--image", "harbour.jpg"]
+    tiles = ["--vae-tile-size", "256x256", "--vae-tile-stride", "224x224"]
+    small_ones = ["--width", "272", "--height", "64", "--num-inference-steps", "2"]
+    monkeypatch.setattr(sys, "argv", [str(script), *asked, *tiles, *small_ones])
+    runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "saved edited.png: 272x64, seed 0\nVAE encode: tile 1x5x5, tiles per rank [13, 12]\n" in said
+    with Image.open(here / "edited.png") as image:
+        assert (image.size, image.mode) == ((272, 64), "RGB")
 
 
 @pytest.mark.distributed
