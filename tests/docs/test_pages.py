@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from tests.docs.markdown import ROOT, Block, all_blocks, anchors, blocks, codes, commands, links, name, pages
 from vllm_omni_vae.cli import bench, plan, serve, tiny, verify
@@ -28,7 +29,7 @@ from vllm_omni_vae.server.fields import validate
 from vllm_omni_vae.server.image_form import EditForm, ImageForm
 from vllm_omni_vae.server.video_form import RemixForm, VideoForm
 
-LANGUAGES = {"bash", "python", "text", ""}
+LANGUAGES = {"bash", "python", "text", "yaml", ""}
 MARK = re.compile(r"|run|output|torchrun [a-z_]+\.py")
 PYTHON = all_blocks("python")
 SHELL = [(block, words) for block in all_blocks("bash") for words in commands(block)]
@@ -88,6 +89,11 @@ def test_python_blocks_compile_and_import_what_there_is(block: Block) -> None:
             module = importlib.import_module(node.module)
             missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
             assert not missing, f"{node.module} has no {missing}"
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
+def test_yaml_blocks_are_mappings(block: Block) -> None:
+    assert isinstance(yaml.safe_load(block.text), dict)
 
 
 @page
