@@ -36,7 +36,7 @@ SHELL = [(block, words) for block in all_blocks("bash") for words in commands(bl
 SCRIPTS = {block.mark.split()[1]: block for block in PYTHON if block.mark.startswith("torchrun")}
 EXAMPLES = {path.name: path for path in (ROOT / "examples").rglob("*.py")}
 # Flags of other programs that the pages name.
-FOREIGN_FLAGS = {"--nproc-per-node", "--omni", "--help"}
+FOREIGN_FLAGS = {"--nproc-per-node", "--omni", "--help", "--use_parallel_vae", "--enable_tiling"}
 
 page = pytest.mark.parametrize("page", pages(), ids=name)
 
