@@ -2,7 +2,7 @@
 """One request to a server with one rank and to one with several, for each family, task and strategy: the pixels."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,6 @@ class Machine:
         return (*SHARDS, GRID) if self.ranks >= 4 else SHARDS
 
 
-def _machine(platform: str, ranks: int) -> Any:
-    hardware = None if platform == "cpu" else "H100"
-    seconds = 300 if platform == "cpu" else 3600
-    marks = [*hardware_marks(res={platform: hardware}, num_cards=ranks), pytest.mark.timeout(seconds)]
-    return pytest.param(Machine(platform, ranks), marks=marks, id=f"{platform}{ranks}")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     """A family and requests of every task that it has, small, but with a latent row for each of eight ranks.
@@ -53,12 +46,15 @@ class Case:
         tiles: Flags of a tile geometry that cuts them.
         fields: Of every request.
         tasks: Operations that each request needs, and what it has besides ``fields``.
+        on_the_cpu: Whether two processes run it too. There the other families have files of their own, which compare
+            tiles over HTTP, and tests of the ranks without a server.
     """
 
     family: str
     tiles: tuple[str, ...]
     fields: Mapping[str, Any]
     tasks: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...]
+    on_the_cpu: bool = False
 
     @property
     def image(self) -> bool:
@@ -90,11 +86,11 @@ PHOTOGRAPH: tuple[tuple[str, ...], Mapping[str, Any]] = (("encode", "decode"), {
 
 CASES = (
     Case("wan2.2-i2v", _tiles(48, 32), CLIP | {"size": "80x64", "num_frames": 5}, (PICTURE,)),
-    Case("wan2.2-ti2v-5b", _tiles(64, 48), CLIP | {"size": "160x128"}, (TEXT, PICTURE)),
+    Case("wan2.2-ti2v-5b", _tiles(64, 48), CLIP | {"size": "160x128"}, (TEXT, PICTURE), on_the_cpu=True),
     Case("ltx2-t2v", _tiles(96, 64), CLIP | {"size": "256x256"}, (TEXT, PICTURE)),
     Case("ltx2.3-t2v", _tiles(96, 64), CLIP | {"size": "256x256"}, (TEXT, PICTURE)),
     Case("qwen-image", _tiles(64, 48), IMAGE, (TEXT, PHOTOGRAPH)),
-    Case("z-image", (), IMAGE, (TEXT, PHOTOGRAPH)),
+    Case("z-image", (), IMAGE, (TEXT, PHOTOGRAPH), on_the_cpu=True),
     Case("flux2-klein", (), IMAGE | {"size": "160x128"}, (TEXT, PHOTOGRAPH)),
 )
 
@@ -111,19 +107,35 @@ class Output:
 Make = Callable[..., list[Output]]
 
 
-@pytest.fixture(scope="module", params=[_machine("cpu", 2), *(_machine("cuda", ranks) for ranks in (2, 4, 8))])
-def machine(request: pytest.FixtureRequest) -> Machine:
+def _settings(platform: str, ranks: int) -> Iterator[Any]:
+    hardware = None if platform == "cpu" else "H100"
+    seconds = 300 if platform == "cpu" else 3600
+    marks = [*hardware_marks(res={platform: hardware}, num_cards=ranks), pytest.mark.timeout(seconds)]
+    for case in CASES:
+        if case.on_the_cpu or platform != "cpu":
+            yield pytest.param((Machine(platform, ranks), case), marks=marks, id=f"{case.family}-{platform}{ranks}")
+
+
+@pytest.fixture(
+    scope="module", params=[*_settings("cpu", 2), *_settings("cuda", 2), *_settings("cuda", 4), *_settings("cuda", 8)]
+)
+def setting(request: pytest.FixtureRequest) -> tuple[Machine, Case]:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def machine(setting: tuple[Machine, Case]) -> Machine:
+    return setting[0]
+
+
+@pytest.fixture(scope="module")
+def case(setting: tuple[Machine, Case]) -> Case:
+    return setting[1]
 
 
 @pytest.fixture(scope="module")
 def hardware(machine: Machine) -> str:
     return machine.platform
-
-
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.family)
-def case(request: pytest.FixtureRequest) -> Case:
-    return request.param
 
 
 @pytest.fixture(scope="module")
