@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.ranks import Worlds
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     running = Worlds(tmp_path_factory.mktemp("worlds"))
     yield running

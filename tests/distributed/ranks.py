@@ -31,6 +31,8 @@ PRELOADED = (
 )
 START_SECONDS = 90.0
 CASE_SECONDS = 60.0
+# Every gloo group has threads that wake up a hundred times a second, also when a case is done with it.
+MOST_CASES = 25
 _READY = "ready"
 _QUIT = None
 
@@ -52,6 +54,7 @@ class World:
         context.set_forkserver_preload(list(PRELOADED))
         self.size = size
         self.alive = True
+        self.cases = 0
         self._connections: list[Connection] = []
         self._processes = []
         rendezvous = folder / uuid.uuid4().hex
@@ -84,6 +87,7 @@ class World:
             RankFailure: a rank raised, a rank that is not in ``dying`` died, or ``seconds`` passed. The world is over.
         """
         dying = set(dying)
+        self.cases += 1
         answers: dict[int, tuple[bool, str]] = {}
         with self._over_unless_all_is_well() as well:
             for connection in self._connections:
@@ -134,7 +138,7 @@ class World:
 
 
 class Worlds:
-    """One world of each size, started on first use and again after a failure."""
+    """One world of each size, started on first use and again after a failure or `MOST_CASES`."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -142,6 +146,8 @@ class Worlds:
 
     def __getitem__(self, size: int) -> World:
         world = self._worlds.get(size)
+        if world is not None and world.alive and world.cases >= MOST_CASES:
+            world.close()
         if world is None or not world.alive:
             world = self._worlds[size] = World(size, self._folder)
         return world
