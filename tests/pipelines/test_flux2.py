@@ -15,6 +15,7 @@ import pytest
 from vllm_omni_vae import checkpoint, tiny
 from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig
 from vllm_omni_vae.errors import RequestError
+from vllm_omni_vae.pipelines import flux2
 from vllm_omni_vae.pipelines.flux2 import Flux2KleinProfile, Flux2Profile
 from vllm_omni_vae.pipelines.request import IMAGE_TASKS, GenerationRequest, Medium, ModelCard, SamplingDefaults
 
@@ -144,8 +145,16 @@ def test_references_and_mask_reach_the_pipeline(resolve: Any, monkeypatch: pytes
     assert [image.size for image in given["image"]] == [(300, 200), (64, 64)]
     assert given["guidance_scale"] == 4.0
 
-    monkeypatch.setattr(Flux2KleinProfile, "masked", lambda self, pipeline: pipeline)
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def behind(pipeline: Any, kind: str, **settings: Any) -> Any:
+        asked.append((kind, settings))
+        return pipeline
+
+    pipeline.config = SimpleNamespace(is_distilled=True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(flux2, "behind", behind)
     request = resolve("flux2-klein", images=(PICTURE, picture(64, 64)), mask=MASK, extra_params={"strength": 0.25})
     Flux2KleinProfile().call(pipeline, request)
+    assert asked == [("Flux2KleinInpaintPipeline", {"is_distilled": True})]
     assert (given["image"].size, given["mask_image"].size) == ((300, 200), (300, 200))
     assert (given["image_reference"].size, given["strength"], given["guidance_scale"]) == ((64, 64), 0.25, 1.0)

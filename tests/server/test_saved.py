@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from vllm_omni_vae.pipelines.request import RANGES, GenerationRequest, Medium
 from vllm_omni_vae.server.job import Job, JobError, JobStatus, Outcome
-from vllm_omni_vae.server.saved import from_png, job_of, record_of, request_from_json, request_to_json, to_png
+from vllm_omni_vae.server.png import from_png, to_png
+from vllm_omni_vae.server.saved import job_of, record_of, request_from_json, request_to_json
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 JSON = st.recursive(

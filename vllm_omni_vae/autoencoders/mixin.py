@@ -209,10 +209,9 @@ class DistributedVaeMixin:
 
     def run_tiles_alone(self, operation: Operation, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """What `encode_shared` and `decode_shared` make of ``x``, on this rank and without communication."""
-        encode = operation is Operation.ENCODE
-        run, merge = (self.encode_tile_exec, self.encode_tile_merge) if encode else (self.tile_exec, self.tile_merge)
-        tasks, grid = self.encode_tile_split(x) if encode else self.tile_split(x)
-        return merge({task.grid_coord: run(task, **arguments) for task in tasks}, grid)
+        with self._operator(operation, x, arguments) as operator:
+            tasks, grid = operator.split(x)
+            return operator.merge({task.grid_coord: operator.exec(task) for task in tasks}, grid)
 
     def tile_split(self, z: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut latents into tiles whose output shapes are known beforehand."""

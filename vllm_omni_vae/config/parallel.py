@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+from typing import TypeVar
 
 from ..errors import ConfigurationError
 from .option import option
+
+Named = TypeVar("Named", bound=StrEnum)
 
 
 class VaeParallelMode(StrEnum):
@@ -31,12 +34,7 @@ class VaeParallelMode(StrEnum):
         Raises:
             ConfigurationError: no such mode; the message lists those there are.
         """
-        try:
-            return cls(value)
-        except ValueError:
-            raise ConfigurationError(
-                f"vae_parallel_mode {value!r} is not known; choose one of {', '.join(cls)}"
-            ) from None
+        return _named(cls, "vae_parallel_mode", value)
 
 
 class VaeTileMerge(StrEnum):
@@ -57,10 +55,14 @@ class VaeTileMerge(StrEnum):
         Raises:
             ConfigurationError: no such merge; the message lists those there are.
         """
-        try:
-            return cls(value)
-        except ValueError:
-            raise ConfigurationError(f"vae_tile_merge {value!r} is not known; choose one of {', '.join(cls)}") from None
+        return _named(cls, "vae_tile_merge", value)
+
+
+def _named(kind: type[Named], field: str, value: str) -> Named:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigurationError(f"{field} {value!r} is not known; choose one of {', '.join(kind)}") from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import RequestError
-from .request import OPTIONAL, RANGES, GenerationRequest, Medium, ModelCard
+from .request import OPTIONAL, RANGES, GenerationRequest, Medium, ModelCard, Range
 
 _ROUTES = {Medium.VIDEO: "/v1/videos", Medium.IMAGE: "/v1/images/generations or /v1/images/edits"}
 _REFERENCE = {Medium.VIDEO: "input_reference", Medium.IMAGE: "image"}
@@ -82,9 +83,52 @@ def check_numbers(request: GenerationRequest, card: ModelCard) -> None:
         _check_range(name, getattr(request, name))
 
 
+def check_steps(request: GenerationRequest, card: ModelCard, least: int) -> None:
+    """Refuse steps that the model's schedule does not have: others than its own, or fewer than ``least``.
+
+    Raises:
+        RequestError: 422.
+    """
+    steps = request.num_inference_steps
+    if card.fixed_steps and steps != card.fixed_steps:
+        why = f"this model is distilled to a schedule of {card.fixed_steps} steps; leave it out"
+    elif steps is not None and steps < least:
+        why = f"this model's schedule runs from the first step to the last and needs {least}"
+    else:
+        return
+    raise RequestError(f"num_inference_steps is {steps}; {why}", param="num_inference_steps")
+
+
+def check_extra(extra: Mapping[str, Any], numbers: Mapping[str, Range], switches: Collection[str]) -> None:
+    """Refuse further parameters that are not the numbers, or the true or false, that they should be.
+
+    Raises:
+        RequestError: 422, with what to give.
+    """
+    for name, allowed in numbers.items():
+        if name in extra and not (_is_number(extra[name], allowed) and allowed.low <= extra[name] <= allowed.high):
+            raise refused(name, extra[name], _wanted(allowed))
+    for name in switches:
+        if not isinstance(extra.get(name, False), bool):
+            raise refused(name, extra[name], "true or false")
+
+
+def refused(name: str, value: Any, wanted: str) -> RequestError:
+    """Say that a further parameter has a wrong value."""
+    return RequestError(f"extra_params {name} is {value!r}; give {wanted}", param="extra_params")
+
+
+def _is_number(value: Any, allowed: Range) -> bool:
+    return isinstance(value, int if allowed.whole else (int, float)) and not isinstance(value, bool)
+
+
+def _wanted(allowed: Range) -> str:
+    kind = "a whole number" if allowed.whole else "a number"
+    return f"{kind} from {allowed.low:g} to {allowed.high:g}"
+
+
 def _check_kind(name: str, value: Any) -> None:
-    kinds = (int,) if RANGES[name].whole else (int, float)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+    if value is not None and not _is_number(value, RANGES[name]):
         raise _out_of_range(name, value)
 
 
@@ -94,9 +138,7 @@ def _check_range(name: str, value: Any) -> None:
 
 
 def _out_of_range(name: str, value: Any) -> RequestError:
-    allowed = RANGES[name]
-    kind = "a whole number" if allowed.whole else "a number"
-    return RequestError(f"{name} is {value!r}; give {kind} from {allowed.low:g} to {allowed.high:g}", param=name)
+    return RequestError(f"{name} is {value!r}; give {_wanted(RANGES[name])}", param=name)
 
 
 def _check_multiple(name: str, value: int | None, multiple: int, minimum: int) -> None:

@@ -11,24 +11,21 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ..errors import RequestError
+from .assemble import behind
 from .image import (
     SIDE,
     STRENGTH,
     STRENGTHS,
     ImageProfile,
-    behind,
-    check_aspects,
     check_size,
     masking,
-    part,
     pictures,
     size,
 )
-from .profile import Made, index_class, read_json
+from .profile import Made, index_class, read_json, read_part
 from .request import IMAGE_TASKS, GenerationRequest, ModelCard, Range, SamplingDefaults
 
 _LEAST_SIDE = 64
-_MOST_ASPECT = 8
 
 
 class Flux2Profile(ImageProfile):
@@ -37,12 +34,12 @@ class Flux2Profile(ImageProfile):
     pipeline_classes: tuple[str, ...] = ("Flux2Pipeline",)
     name = "FLUX.2"
     heads = 48
+    most_aspect = 8
     max_references: ClassVar[int] = 6
 
     def card(self, folder: Path) -> ModelCard:
         index = read_json(folder / "model_index.json")
-        vae = part(folder, index, "vae")
-        part(folder, index, "transformer")
+        vae, _ = (read_part(folder, index, name) for name in ("vae", "transformer"))
         steps, guidance = self.sampling(index)
         return ModelCard(
             pipeline_class=index_class(index),
@@ -64,10 +61,9 @@ class Flux2Profile(ImageProfile):
         """Optional fields that mean something to the model whose ``model_index.json`` is ``index``."""
         return frozenset({"guidance_scale"})
 
-    def defaults(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
+    def sized(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
         if not request.images:
             return card.defaults
-        check_aspects(request, _MOST_ASPECT)
         for place, pixels in enumerate(request.images, 1):
             if min(size(pixels)) < _LEAST_SIDE:
                 raise RequestError(
@@ -80,13 +76,7 @@ class Flux2Profile(ImageProfile):
         return dataclasses.replace(card.defaults, width=width, height=height)
 
     def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> Made:
-        given = pictures(request)
-        if request.mask is not None:
-            pipeline = self.masked(pipeline)
-            arguments |= {"image": given[0], **masking(request)}
-            arguments |= {"image_reference": given[1]} if len(given) > 1 else {}
-        elif given:
-            arguments["image"] = given
+        pipeline, given = self.with_references(pipeline, request)
         output = pipeline(
             prompt=request.prompt,
             width=request.width,
@@ -94,13 +84,14 @@ class Flux2Profile(ImageProfile):
             num_inference_steps=request.num_inference_steps,
             guidance_scale=1.0 if request.guidance_scale is None else request.guidance_scale,
             output_type="pt",
-            **{**request.extra_params, **arguments},
+            **{**request.extra_params, **given, **arguments},
         )
         return Made(output.images)
 
-    def masked(self, pipeline: Any) -> Any:
-        """The same components behind the class that fills in a part of an image."""
-        raise NotImplementedError
+    def with_references(self, pipeline: Any, request: GenerationRequest) -> tuple[Any, dict[str, Any]]:
+        """The pipeline for the request's images, and what it takes of them."""
+        given = pictures(request)
+        return pipeline, {"image": given} if given else {}
 
 
 class Flux2KleinProfile(Flux2Profile):
@@ -132,8 +123,12 @@ class Flux2KleinProfile(Flux2Profile):
                 )
         return request
 
-    def masked(self, pipeline: Any) -> Any:
-        return behind(pipeline, "Flux2KleinInpaintPipeline", is_distilled=pipeline.config.is_distilled)
+    def with_references(self, pipeline: Any, request: GenerationRequest) -> tuple[Any, dict[str, Any]]:
+        if request.mask is None:
+            return super().with_references(pipeline, request)
+        image, *further = pictures(request)
+        given = {"image": image, **masking(request)} | ({"image_reference": further[0]} if further else {})
+        return behind(pipeline, "Flux2KleinInpaintPipeline", is_distilled=pipeline.config.is_distilled), given
 
 
 def _natural_size(request: GenerationRequest, card: ModelCard) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError, RequestError
-from .profile import PipelineProfile, read_json
+from ..errors import RequestError
+from .profile import PipelineProfile, hsdp_refusals, read_json
 from .request import GenerationRequest, ModelCard, Range, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -35,16 +35,15 @@ class ImageProfile(PipelineProfile):
         heads_key: Where the denoiser's configuration says how many attention heads it has.
         heads: How many it has where its configuration does not say.
         divisible: Whether diffusers can divide the denoiser's tokens, and its weights, among ranks.
-        numbers: Numbers among the further parameters, with their ranges; the pipeline takes them under the same names.
-        switches: Those that are true or false.
+        most_aspect: How many times as long one way as the other a reference image may be.
     """
 
     name: str
     heads_key: str = "num_attention_heads"
     heads: int
     divisible: bool = True
-    numbers: Mapping[str, Range] = {"max_sequence_length": Range(1, 512)}
-    switches: frozenset[str] = frozenset()
+    most_aspect: int
+    numbers: Mapping[str, Range] = MappingProxyType({"max_sequence_length": Range(1, 512)})
     extra_params = frozenset({"max_sequence_length"})
 
     def refusals(self, folder: Path, config: EngineConfig) -> list[str]:
@@ -70,29 +69,27 @@ class ImageProfile(PipelineProfile):
             found.append(
                 f"--cfg-parallel-size: diffusers runs {self.name}'s guidance branches on each rank; leave it out"
             )
-        if parallel.use_hsdp and parallel.dit_world_size == 1:
-            found.append("--use-hsdp: there is one denoiser rank, so nothing is sharded; give --hsdp-shard-size")
-        if parallel.use_hsdp and used:
-            found.append(f"--use-hsdp together with {used[0]}: not available for {self.name}; choose one of them")
+        found += hsdp_refusals(parallel, self.name, next(iter(used), ""))
         if config.boundary_ratio is not None:
             found.append("--boundary-ratio: this checkpoint has one denoiser, so there is no boundary")
         if config.flow_shift is not None:
             found.append(f"--flow-shift: {self.name} goes by the schedule of its checkpoint")
         return found
 
+    def defaults(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
+        check_aspects(request, self.most_aspect)
+        return self.sized(request, card)
+
+    def sized(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
+        """The model's own values with the size that follows from the reference images, which can be read."""
+        return in_its_aspect(request, card.defaults)
+
     def resolve(
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> GenerationRequest:
         request = super().resolve(request, card, defaults)
         check_mask(request)
-        extra = request.extra_params
-        for name, allowed in self.numbers.items():
-            if name in extra:
-                _check_number(name, extra[name], allowed)
-        for name in self.switches:
-            if not isinstance(extra.get(name, False), bool):
-                raise refused(name, extra[name], "true or false")
-        if STRENGTH in extra and not self.repaints(request):
+        if STRENGTH in request.extra_params and not self.repaints(request):
             raise RequestError(
                 f"extra_params {STRENGTH} says how much of a given picture is made anew, and nothing of one is kept "
                 "here; leave it out",
@@ -103,29 +100,6 @@ class ImageProfile(PipelineProfile):
     def repaints(self, request: GenerationRequest) -> bool:
         """Whether the pipeline that makes ``request`` begins with the reference image instead of noise alone."""
         return request.mask is not None
-
-
-def part(folder: Path, index: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The configuration of the component ``name``.
-
-    Raises:
-        ConfigurationError: the index does not name it, or it cannot be read.
-    """
-    if not (index.get(name) or [None])[0]:
-        raise ConfigurationError(f"{folder} names no {name} in its model_index.json; is this a complete checkpoint?")
-    return read_json(folder / name / "config.json")
-
-
-def behind(pipeline: Any, kind: str, **settings: Any) -> Any:
-    """The components of ``pipeline`` behind the diffusers class ``kind``; itself if it is that."""
-    import diffusers
-
-    wanted = getattr(diffusers, kind)
-    if type(pipeline) is wanted:
-        return pipeline
-    other = wanted(**pipeline.components, **settings)
-    other.set_progress_bar_config(**getattr(pipeline, "_progress_bar_config", {}))
-    return other
 
 
 def pictures(request: GenerationRequest) -> list[Image]:
@@ -235,15 +209,3 @@ def check_mask(request: GenerationRequest) -> None:
             param="mask",
             code="unsupported_size",
         )
-
-
-def refused(name: str, value: Any, wanted: str) -> RequestError:
-    """Say that a further parameter has a wrong value."""
-    return RequestError(f"extra_params {name} is {value!r}; give {wanted}", param="extra_params")
-
-
-def _check_number(name: str, value: Any, allowed: Range) -> None:
-    kinds = (int,) if allowed.whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not allowed.low <= value <= allowed.high:
-        kind = "a whole number" if allowed.whole else "a number"
-        raise refused(name, value, f"{kind} from {allowed.low:g} to {allowed.high:g}")

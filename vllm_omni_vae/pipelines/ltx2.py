@@ -9,8 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError, RequestError
-from .profile import Made, PipelineProfile, index_class, read_json
+from ..errors import RequestError
+from .assemble import behind
+from .checks import refused
+from .profile import Made, PipelineProfile, hsdp_refusals, index_class, read_json, require_named
 from .request import VIDEO_TASKS, GenerationRequest, ModelCard, Range, SamplingDefaults, Task
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ _NUMBERS: Mapping[str, Range] = {
     "motion_speed": Range(0.05, 20, whole=False),
     "decode_timestep": _SHARE,
     "decode_noise_scale": _SHARE,
+    "image_crf": Range(0, 51),
 }
 """Numbers that go to the pipeline under the same name."""
 
@@ -66,15 +69,14 @@ class Ltx2Profile(PipelineProfile):
     pipeline_classes = checkpoint_classes = (_TEXT, _IMAGE)
     sound = ("audio_vae", "vocoder")
     unused = ("duration_head", "prompt_enhancer", "processor", "diffusion_decoder")
-    extra_params = PipelineProfile.extra_params | _NUMBERS.keys() | {_BLOCKS, _CROSS, "image_crf"}
+    numbers = _NUMBERS
+    switches = frozenset({_CROSS})
+    extra_params = PipelineProfile.extra_params | numbers.keys() | switches | {_BLOCKS}
+    least_steps = 2
 
     def card(self, folder: Path) -> ModelCard:
         index = read_json(folder / "model_index.json")
-        for name in ("vae", "audio_vae", "vocoder", "transformer"):
-            if not (index.get(name) or [None])[0]:
-                raise ConfigurationError(
-                    f"{folder} names no {name} in its model_index.json; is this a complete checkpoint?"
-                )
+        require_named(folder, index, "vae", "audio_vae", "vocoder", "transformer")
         vae = read_json(folder / "vae" / "config.json")
         denoiser = read_json(folder / "transformer" / "config.json")
         space, time = _ratios(vae)
@@ -119,10 +121,7 @@ class Ltx2Profile(PipelineProfile):
             found.append(
                 f"--ulysses-degree {parallel.ulysses_degree}: the denoiser's {sorted(heads)} heads do not divide by it"
             )
-        if parallel.use_hsdp and parallel.dit_world_size == 1:
-            found.append("--use-hsdp: there is one denoiser rank, so nothing is sharded; give --hsdp-shard-size")
-        if parallel.use_hsdp and parallel.ulysses_degree > 1:
-            found.append("--use-hsdp together with --ulysses-degree: not available for LTX-2; choose one of them")
+        found += hsdp_refusals(parallel, "LTX-2", "--ulysses-degree" if parallel.ulysses_degree > 1 else "")
         if config.boundary_ratio is not None:
             found.append("--boundary-ratio: this checkpoint has one denoiser, so there is no boundary")
         if config.flow_shift is not None:
@@ -133,18 +132,7 @@ class Ltx2Profile(PipelineProfile):
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> GenerationRequest:
         request = super().resolve(request, card, defaults)
-        if card.fixed_steps and request.num_inference_steps != card.fixed_steps:
-            raise RequestError(
-                f"num_inference_steps is {request.num_inference_steps}; this model is distilled to a schedule of "
-                f"{card.fixed_steps} steps; leave it out",
-                param="num_inference_steps",
-            )
-        if request.num_inference_steps == 1:
-            raise RequestError(
-                "num_inference_steps is 1; this model's schedule runs from the first step to the last and needs 2",
-                param="num_inference_steps",
-            )
-        _check_extra(request.extra_params, card.blocks)
+        _check_blocks(request.extra_params.get(_BLOCKS, [0]), card.blocks)
         if "image_crf" in request.extra_params and not request.images:
             raise RequestError(
                 "extra_params image_crf is about the reference image, and there is none; leave it out",
@@ -246,32 +234,12 @@ def _ratios(vae: Mapping[str, Any]) -> tuple[int, int]:
     return int(space), int(time)
 
 
-def _check_extra(extra: Mapping[str, Any], blocks: int) -> None:
-    for name, allowed in {**_NUMBERS, "image_crf": Range(0, 51)}.items():
-        value = extra.get(name, allowed.low)
-        kinds = (int,) if allowed.whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not allowed.low <= value <= allowed.high:
-            kind = "a whole number" if allowed.whole else "a number"
-            raise _refused(name, value, f"{kind} from {allowed.low:g} to {allowed.high:g}")
-    if not isinstance(extra.get(_CROSS, False), bool):
-        raise _refused(_CROSS, extra[_CROSS], "true or false")
-    chosen = extra.get(_BLOCKS, [0])
+def _check_blocks(chosen: Any, blocks: int) -> None:
     whole = isinstance(chosen, list) and all(isinstance(b, int) and not isinstance(b, bool) for b in chosen)
     if not whole or not chosen or not all(0 <= block < blocks for block in chosen):
-        raise _refused(_BLOCKS, chosen, f"a list of blocks of the denoiser, 0 to {blocks - 1}")
-
-
-def _refused(name: str, value: Any, wanted: str) -> RequestError:
-    return RequestError(f"extra_params {name} is {value!r}; give {wanted}", param="extra_params")
+        raise refused(_BLOCKS, chosen, f"a list of blocks of the denoiser, 0 to {blocks - 1}")
 
 
 def for_task(pipeline: Any, task: Task) -> Any:
     """The same components behind the class that does ``task``."""
-    import diffusers
-
-    wanted = getattr(diffusers, _IMAGE if task is Task.IMAGE_TO_VIDEO else _TEXT)
-    if isinstance(pipeline, wanted):
-        return pipeline
-    other = wanted(**pipeline.components)
-    other.set_progress_bar_config(**getattr(pipeline, "_progress_bar_config", {}))
-    return other
+    return behind(pipeline, _IMAGE if task is Task.IMAGE_TO_VIDEO else _TEXT)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .assemble import assembled
 from .ltx2 import Ltx2Profile, distilled_schedule, for_task, guidance, is_distilled
 from .profile import Made, read_json
 from .request import GenerationRequest, ModelCard
@@ -150,9 +151,7 @@ def _with_sigmas_as_given(pipeline: Any) -> Any:
     scheduler = type(pipeline.scheduler).from_config(
         pipeline.scheduler.config, use_dynamic_shifting=False, shift=1.0, shift_terminal=None
     )
-    other = type(pipeline)(**pipeline.components | {"scheduler": scheduler})
-    other.set_progress_bar_config(**getattr(pipeline, "_progress_bar_config", {}))
-    return other
+    return assembled(type(pipeline), pipeline.components | {"scheduler": scheduler}, pipeline)
 
 
 def _encoded(pipeline: Any, request: GenerationRequest) -> Any:

@@ -12,13 +12,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, RequestError
-from .checks import check_numbers, check_taken, check_task
-from .request import GenerationRequest, ModelCard, SamplingDefaults
+from .checks import check_extra, check_numbers, check_steps, check_taken, check_task
+from .request import GenerationRequest, ModelCard, Range, SamplingDefaults
 
 if TYPE_CHECKING:
     import torch
 
-    from ..config import EngineConfig
+    from ..config import DiffusionParallelConfig, EngineConfig
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -40,6 +40,39 @@ def index_class(index: Mapping[str, Any]) -> str:
     """The pipeline class that a ``model_index.json`` names; one that brings its module along is named last."""
     name = index["_class_name"]
     return str(name[-1] if isinstance(name, list) else name)
+
+
+def require_named(folder: Path, index: Mapping[str, Any], *names: str) -> None:
+    """Refuse a checkpoint whose ``model_index.json``, ``index``, leaves out one of ``names``.
+
+    Raises:
+        ConfigurationError: names it.
+    """
+    for name in names:
+        if not (index.get(name) or [None])[0]:
+            raise ConfigurationError(
+                f"{folder} names no {name} in its model_index.json; is this a complete checkpoint?"
+            )
+
+
+def read_part(folder: Path, index: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The configuration of the component ``name``.
+
+    Raises:
+        ConfigurationError: the index does not name it, or it cannot be read.
+    """
+    require_named(folder, index, name)
+    return read_json(folder / name / "config.json")
+
+
+def hsdp_refusals(parallel: DiffusionParallelConfig, name: str, beside: str) -> list[str]:
+    """Why the denoiser of ``name`` cannot have sharded weights; ``beside``: what else is to divide it."""
+    found = []
+    if parallel.use_hsdp and parallel.dit_world_size == 1:
+        found.append("--use-hsdp: there is one denoiser rank, so nothing is sharded; give --hsdp-shard-size")
+    if parallel.use_hsdp and beside:
+        found.append(f"--use-hsdp together with {beside}: not available for {name}; choose one of them")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +106,9 @@ class PipelineProfile(ABC):
         full_precision: Components that stay in float32 where no type was asked for.
         unused: Components of ``model_index.json`` that no request makes use of; they are not loaded.
         extra_params: Names that a request's ``extra_params`` may hold.
+        numbers: Those of them that are numbers, with their ranges.
+        switches: Those of them that are true or false.
+        least_steps: Denoising steps below which the schedule cannot be made.
     """
 
     pipeline_classes: tuple[str, ...]
@@ -83,6 +119,9 @@ class PipelineProfile(ABC):
     full_precision: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     extra_params: frozenset[str] = frozenset({"reference_fit"})
+    numbers: Mapping[str, Range] = MappingProxyType({})
+    switches: frozenset[str] = frozenset()
+    least_steps: int = 1
 
     @abstractmethod
     def card(self, folder: Path) -> ModelCard:
@@ -155,4 +194,6 @@ class PipelineProfile(ABC):
                 code="unknown_parameter",
             )
         check_taken(request, card)
+        check_steps(request, card, self.least_steps)
+        check_extra(request.extra_params, self.numbers, self.switches)
         return request

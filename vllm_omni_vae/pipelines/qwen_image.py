@@ -10,28 +10,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from ..errors import RequestError
+from .assemble import behind
+from .checks import refused
 from .image import (
     SIDE,
     STRENGTH,
     STRENGTHS,
     ImageProfile,
-    behind,
-    check_aspects,
     check_size,
-    in_its_aspect,
     masking,
-    part,
     pictures,
-    refused,
     repainting,
     size,
     size_of_area,
 )
-from .profile import Made, index_class, read_json
+from .profile import Made, index_class, read_json, read_part
 from .request import IMAGE_TASKS, GenerationRequest, ModelCard, Range, SamplingDefaults, Task
 
-_MOST_ASPECT = 100
 _MAX_TOKENS = Range(1, 1024)
 _TAKES = frozenset({"negative_prompt", "true_cfg_scale"})
 _NO_WORDS = " "
@@ -47,6 +42,8 @@ class QwenImageProfile(ImageProfile):
     pipeline_classes: tuple[str, ...] = ("QwenImagePipeline",)
     name = "Qwen-Image"
     heads = 24
+    most_aspect = 100
+    least_steps = 2
     numbers: Mapping[str, Range] = {"max_sequence_length": _MAX_TOKENS, STRENGTH: STRENGTHS}
     extra_params = frozenset(numbers)
     takes: ClassVar[frozenset[str]] = frozenset({"mask"})
@@ -56,7 +53,7 @@ class QwenImageProfile(ImageProfile):
 
     def card(self, folder: Path) -> ModelCard:
         index = read_json(folder / "model_index.json")
-        vae, denoiser = part(folder, index, "vae"), part(folder, index, "transformer")
+        vae, denoiser = read_part(folder, index, "vae"), read_part(folder, index, "transformer")
         guided = bool(denoiser.get("guidance_embeds", False))
         return ModelCard(
             pipeline_class=index_class(index),
@@ -70,21 +67,6 @@ class QwenImageProfile(ImageProfile):
             max_references=self.max_references,
             transparency=vae.get("input_channels", 3) == 4,
         )
-
-    def defaults(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
-        check_aspects(request, _MOST_ASPECT)
-        return in_its_aspect(request, card.defaults)
-
-    def resolve(
-        self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
-    ) -> GenerationRequest:
-        request = super().resolve(request, card, defaults)
-        if request.num_inference_steps == 1:
-            raise RequestError(
-                "num_inference_steps is 1; this model's schedule runs from the first step to the last and needs 2",
-                param="num_inference_steps",
-            )
-        return request
 
     def repaints(self, request: GenerationRequest) -> bool:
         return bool(request.images)
@@ -109,8 +91,7 @@ class QwenImageEditProfile(QwenImageProfile):
     tasks = frozenset({Task.IMAGE_TO_IMAGE})
     of_the_last: ClassVar[bool] = False
 
-    def defaults(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
-        check_aspects(request, _MOST_ASPECT)
+    def sized(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
         width, height = self.natural_size(request)
         return dataclasses.replace(card.defaults, width=width, height=height)
 

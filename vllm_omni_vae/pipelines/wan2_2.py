@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import lcm
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError, RequestError
-from .profile import Made, PipelineProfile, index_class, read_json
-from .request import VIDEO_TASKS, GenerationRequest, ModelCard, SamplingDefaults, Task
+from ..errors import ConfigurationError
+from .assemble import assembled
+from .profile import Made, PipelineProfile, hsdp_refusals, index_class, read_json, read_part
+from .request import VIDEO_TASKS, GenerationRequest, ModelCard, Range, SamplingDefaults, Task
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
 
 _TEXT, _IMAGE = "WanPipeline", "WanImageToVideoPipeline"
 _PIPELINE_MULTIPLE = 16
-_MAX_TOKENS = 512
 _TAKES = frozenset({"negative_prompt", "guidance_scale", "flow_shift"})
 _OF_TWO_EXPERTS = frozenset({"guidance_scale_2", "boundary_ratio"})
 
@@ -30,13 +30,12 @@ class WanProfile(PipelineProfile):
     pipeline_classes = (_TEXT, _IMAGE)
     denoisers = ("transformer", "transformer_2")
     full_precision = ("vae",)
-    extra_params = PipelineProfile.extra_params | {"max_sequence_length"}
+    numbers = MappingProxyType({"max_sequence_length": Range(1, 512)})
+    extra_params = PipelineProfile.extra_params | numbers.keys()
 
     def card(self, folder: Path) -> ModelCard:
         index = read_json(folder / "model_index.json")
-        if not (index.get("vae") or [None])[0]:
-            raise ConfigurationError(f"{folder} names no vae in its model_index.json; is this a complete checkpoint?")
-        vae = read_json(folder / "vae" / "config.json")
+        vae = read_part(folder, index, "vae")
         both = bool(index.get("expand_timesteps"))
         image = index_class(index) == _IMAGE
         denoisers = _denoisers(folder, index)
@@ -63,26 +62,12 @@ class WanProfile(PipelineProfile):
             found.append("--cfg-parallel-size: diffusers runs Wan's guidance branches one after the other on each rank")
         if parallel.ring_degree > 1 and parallel.ulysses_degree > 1:
             found.append("--ring-degree together with --ulysses-degree: choose one of them for Wan")
-        if parallel.use_hsdp and parallel.dit_world_size == 1:
-            found.append("--use-hsdp: there is one denoiser rank, so nothing is sharded; give --hsdp-shard-size")
-        if parallel.use_hsdp and parallel.ulysses_degree * parallel.ring_degree > 1:
-            found.append("--use-hsdp together with sequence parallelism: not available for Wan; choose one of them")
+        shared = parallel.ulysses_degree * parallel.ring_degree > 1
+        found += hsdp_refusals(parallel, "Wan", "sequence parallelism" if shared else "")
         experts = len(_denoisers(folder, index))
         if config.boundary_ratio is not None and experts < 2:
             found.append("--boundary-ratio: this checkpoint has one expert, so there is no boundary")
         return found
-
-    def resolve(
-        self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})
-    ) -> GenerationRequest:
-        request = super().resolve(request, card, defaults)
-        length = request.extra_params.get("max_sequence_length", 1)
-        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= _MAX_TOKENS:
-            raise RequestError(
-                f"extra_params max_sequence_length is {length!r}; give a whole number from 1 to {_MAX_TOKENS}",
-                param="extra_params",
-            )
-        return request
 
     def call(self, pipeline: Any, request: GenerationRequest, **arguments: Any) -> Made:
         pipeline = _for_task(pipeline, request.task)
@@ -138,9 +123,8 @@ def _for_task(pipeline: Any, task: Task) -> Any:
     shared = {name: part for name, part in pipeline.components.items() if part is not None}
     if task is Task.TEXT_TO_VIDEO:
         shared = {name: part for name, part in shared.items() if name not in ("image_encoder", "image_processor")}
-    other = wanted(**shared, boundary_ratio=pipeline.config.boundary_ratio, expand_timesteps=True)
-    other.set_progress_bar_config(**getattr(pipeline, "_progress_bar_config", {}))
-    return other
+    settings = {"boundary_ratio": pipeline.config.boundary_ratio, "expand_timesteps": True}
+    return assembled(wanted, shared | settings, pipeline)
 
 
 def _images(request: GenerationRequest) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import RequestError
-from .image import SIDE, STRENGTH, STRENGTHS, ImageProfile, behind, check_aspects, in_its_aspect, part, repainting
-from .profile import Made, index_class, read_json
+from .assemble import behind
+from .image import SIDE, STRENGTH, STRENGTHS, ImageProfile, repainting
+from .profile import Made, index_class, read_json, read_part
 from .request import IMAGE_TASKS, GenerationRequest, ModelCard, Range, SamplingDefaults
 
 _MOST_SIDE = 8192
-_MOST_ASPECT = 50
 # Turbo was distilled with this shift of its schedule; the model that it was made from has another.
 _TURBO_SHIFT = 3.0
 
@@ -29,6 +29,7 @@ class ZImageProfile(ImageProfile):
     name = "Z-Image"
     heads_key = "n_heads"
     heads = 30
+    most_aspect = 50
     divisible = False
     numbers: Mapping[str, Range] = {
         "max_sequence_length": Range(1, 512),
@@ -40,8 +41,7 @@ class ZImageProfile(ImageProfile):
 
     def card(self, folder: Path) -> ModelCard:
         index = read_json(folder / "model_index.json")
-        vae = part(folder, index, "vae")
-        part(folder, index, "transformer")
+        vae, _ = (read_part(folder, index, name) for name in ("vae", "transformer"))
         shift = read_json(folder / "scheduler" / "scheduler_config.json").get("shift", 1.0)
         steps, guidance = (8, 0.0) if shift == _TURBO_SHIFT else (50, 5.0)
         return ModelCard(
@@ -54,10 +54,6 @@ class ZImageProfile(ImageProfile):
             ),
             takes=frozenset({"negative_prompt", "guidance_scale", "mask"}),
         )
-
-    def defaults(self, request: GenerationRequest, card: ModelCard) -> SamplingDefaults:
-        check_aspects(request, _MOST_ASPECT)
-        return in_its_aspect(request, card.defaults)
 
     def resolve(
         self, request: GenerationRequest, card: ModelCard, defaults: Mapping[str, Any] = MappingProxyType({})

@@ -18,8 +18,9 @@ from ..pipelines.request import Frames, GenerationRequest, Stage
 from .index import MAX_TOMBSTONES, JobIndex, Tombstone
 from .job import Gone, Job, JobError, JobStatus, Outcome
 from .pictures import Encoding
+from .png import to_png
 from .restart import restore
-from .saved import record_of, to_png
+from .saved import record_of
 from .storage import MediaFolder, is_full
 
 # Percent of a whole job that each stage stands for, in the stages' order; the clip is readable only at 100.

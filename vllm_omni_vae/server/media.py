@@ -20,6 +20,7 @@ from PIL import Image
 
 from ..errors import VaeParallelError
 from ..pipelines.request import Audio, Frames, Samples
+from .png import to_png
 
 # x264's macroblock tree reads memory that it never wrote unless the width is a multiple of 256: now and then the same
 # frames became other bytes. It saves some 3 % of a file.
@@ -96,7 +97,7 @@ def export_clip(
         thumbnail(frames).save(part / Variant.THUMBNAIL.filename, "WEBP", quality=85)
         spritesheet(frames).save(part / Variant.SPRITESHEET.filename, "JPEG", quality=80)
         if reference is not None:
-            Image.fromarray(reference).save(part / REFERENCE, "PNG", compress_level=1)
+            (part / REFERENCE).write_bytes(to_png(reference))
         os.replace(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)

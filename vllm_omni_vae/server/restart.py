@@ -10,7 +10,8 @@ from ..errors import ConfigurationError
 from ..pipelines.request import Frames
 from .index import JobIndex, Tombstone
 from .job import Job, JobError, JobStatus
-from .saved import from_png, job_of, record_of
+from .png import from_png
+from .saved import job_of, record_of
 from .storage import MediaFolder
 
 _RESTARTED = JobError("server_restarted", "the server ended while the job ran; send the request again", 503)

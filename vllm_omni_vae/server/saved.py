@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
-from ..pipelines.request import Frames, GenerationRequest, Medium
+from ..pipelines.request import GenerationRequest, Medium
 from .index import JobRecord
 from .job import Job, JobError, JobStatus, Outcome
 
@@ -22,7 +18,7 @@ _MADE = ("stage_durations", "inference_s", "peak_memory_mb", "vae", "vae_use")
 
 
 def request_to_json(request: GenerationRequest) -> str:
-    """Return every field but the pixels, which `to_png` keeps."""
+    """Return every field but the pixels, which are kept as files."""
     names = [field.name for field in dataclasses.fields(request) if field.name not in _PIXELS]
     values = {name: getattr(request, name) for name in names}
     return json.dumps({**values, "extra_params": dict(request.extra_params)})
@@ -36,18 +32,6 @@ def request_from_json(text: str) -> GenerationRequest:
     """
     values = json.loads(text)
     return GenerationRequest(**{**values, "medium": Medium(values["medium"])})
-
-
-def to_png(image: Frames) -> bytes:
-    """Return ``(height, width, 3)`` uint8 RGB as a PNG file of the same pixels."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
-
-
-def from_png(data: bytes) -> Frames:
-    """Return the pixels of a file that `to_png` made."""
-    return np.asarray(Image.open(io.BytesIO(data)))
 
 
 def record_of(job: Job) -> JobRecord:
