@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny FLUX.2 checkpoints load, make images, react to their inputs, and one seed makes one checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from diffusers import DiffusionPipeline, Flux2KleinPipeline, Flux2Pipeline
 from transformers import Mistral3ForConditionalGeneration, PixtralProcessor, Qwen2Tokenizer, Qwen3ForCausalLM
 
+from tests.tiny.conftest import Load, check_made_again, files
 from vllm_omni_vae import tiny
 from vllm_omni_vae.errors import ConfigurationError
 from vllm_omni_vae.pipelines import processors
@@ -21,24 +21,6 @@ CLASSES = {
 }
 MAX_BYTES = 4 * 2**20
 SIDE = 96
-
-Load = Callable[..., DiffusionPipeline]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {family: tiny.build(family, root / family) for family in CLASSES}
-
-
-@pytest.fixture
-def load(checkpoints: dict[str, Path]) -> Load:
-    def load(family: str) -> DiffusionPipeline:
-        pipe = DiffusionPipeline.from_pretrained(checkpoints[family], local_files_only=True)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    return load
 
 
 def generate(
@@ -54,10 +36,6 @@ def generate(
         output_type=output_type,
     )
     return np.asarray(made.images)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_every_flux2_family_is_listed() -> None:
@@ -124,11 +102,7 @@ def test_the_vae_tiles_two_by_two(family: str, load: Load) -> None:
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_same_seed_same_bytes(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    torch.manual_seed(123)
-    expected_state = torch.get_rng_state()
-    again = files(tiny.build(family, tmp_path / family))
-    assert torch.equal(torch.get_rng_state(), expected_state)
-    assert again == files(checkpoints[family])
+    check_made_again(family, checkpoints[family], tmp_path / family)
 
 
 def test_dev_is_refused_without_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

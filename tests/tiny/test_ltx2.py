@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny LTX-2 checkpoints load, make a clip with sound, react to their inputs, and one seed makes one checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from diffusers import DiffusionPipeline, LTX2ImageToVideoPipeline, LTX2Pipeline
 from diffusers.pipelines.ltx2 import LTX2Vocoder, LTX2VocoderWithBWE
 
+from tests.tiny.conftest import Load, check_made_again, files
 from vllm_omni_vae import tiny
 
 CLASSES = {
@@ -25,30 +25,12 @@ CLASSES = {
 MAX_BYTES = 12 * 2**20
 SIDE, FRAMES, FPS = 96, 9, 24
 
-Load = Callable[..., DiffusionPipeline]
-
 
 class Made(NamedTuple):
     """Frames (1, T, H, W, 3) and sound (1, channels, n), or their latents."""
 
     frames: np.ndarray
     sound: np.ndarray
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {family: tiny.build(family, root / family) for family in CLASSES}
-
-
-@pytest.fixture
-def load(checkpoints: dict[str, Path]) -> Load:
-    def load(family: str) -> DiffusionPipeline:
-        pipe = DiffusionPipeline.from_pretrained(checkpoints[family], local_files_only=True)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    return load
 
 
 def generate(
@@ -70,10 +52,6 @@ def generate(
         **arguments,
     )
     return Made(np.asarray(frames), sound.numpy())
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_every_ltx2_family_is_listed() -> None:
@@ -141,8 +119,4 @@ def test_the_structure_is_the_released_one(family: str, load: Load) -> None:
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_same_seed_same_bytes(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    torch.manual_seed(123)
-    expected_state = torch.get_rng_state()
-    again = files(tiny.build(family, tmp_path / family))
-    assert torch.equal(torch.get_rng_state(), expected_state)
-    assert again == files(checkpoints[family])
+    check_made_again(family, checkpoints[family], tmp_path / family)

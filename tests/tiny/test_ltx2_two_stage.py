@@ -9,18 +9,15 @@ import torch
 from diffusers import DiffusionPipeline, LTX2Pipeline
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
-from vllm_omni_vae import tiny
+from tests.tiny.conftest import check_made_again, files
 
+CLASSES = {"ltx2-two-stage": LTX2Pipeline}
 MAX_BYTES = 12 * 2**20
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build("ltx2-two-stage", tmp_path_factory.mktemp("tiny") / "ltx2")
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+@pytest.fixture
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["ltx2-two-stage"]
 
 
 def test_the_upsampler_lies_beside_a_pipeline_that_does_not_name_it(checkpoint: Path) -> None:
@@ -41,4 +38,4 @@ def test_latents_become_twice_as_high_and_wide_and_stay_alive(checkpoint: Path) 
 
 
 def test_same_seed_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
-    assert files(tiny.build("ltx2-two-stage", tmp_path / "again")) == files(checkpoint)
+    check_made_again("ltx2-two-stage", checkpoint, tmp_path / "again")

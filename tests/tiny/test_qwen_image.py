@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny Qwen-Image checkpoints load, make images, react to their inputs, and one seed makes one checkpoint."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_layered,
 )
 
+from tests.tiny.conftest import Load, check_made_again, files
 from vllm_omni_vae import tiny
 
 CLASSES = {
@@ -33,24 +33,6 @@ READ_IMAGES = [family for family in CLASSES if family != "qwen-image"]
 MAX_BYTES = 3 * 2**20
 SIDE = 96
 LAYERS = 2
-
-Load = Callable[..., DiffusionPipeline]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {family: tiny.build(family, root / family) for family in CLASSES}
-
-
-@pytest.fixture
-def load(checkpoints: dict[str, Path]) -> Load:
-    def load(family: str) -> DiffusionPipeline:
-        pipe = DiffusionPipeline.from_pretrained(checkpoints[family], local_files_only=True)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    return load
 
 
 @pytest.fixture
@@ -82,10 +64,6 @@ def generate(
     ).images
     made = made[0] if isinstance(made, list) else made
     return np.asarray(made)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_every_qwen_image_family_is_listed() -> None:
@@ -179,8 +157,4 @@ def test_the_vae_tiles_two_by_two(load: Load) -> None:
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_same_seed_same_bytes(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    torch.manual_seed(123)
-    expected_state = torch.get_rng_state()
-    again = files(tiny.build(family, tmp_path / family))
-    assert torch.equal(torch.get_rng_state(), expected_state)
-    assert again == files(checkpoints[family])
+    check_made_again(family, checkpoints[family], tmp_path / family)

@@ -4,7 +4,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
 
+from tests.tiny.conftest import Load, check_made_again, files
 from vllm_omni_vae import tiny
 from vllm_omni_vae.errors import ConfigurationError
 
@@ -25,24 +25,6 @@ CLASSES = {
 }
 TWO_EXPERTS = {"wan2.2-t2v": 0.875, "wan2.2-i2v": 0.9}
 MAX_BYTES = 6 * 2**20
-
-Load = Callable[..., DiffusionPipeline]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {family: tiny.build(family, root / family) for family in CLASSES}
-
-
-@pytest.fixture
-def load(checkpoints: dict[str, Path]) -> Load:
-    def load(family: str, cls: type[DiffusionPipeline] = DiffusionPipeline) -> DiffusionPipeline:
-        pipe = cls.from_pretrained(checkpoints[family], local_files_only=True)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    return load
 
 
 def side(family: str) -> int:
@@ -72,10 +54,6 @@ def assert_is_a_clip(clip: np.ndarray, side: int) -> None:
     assert clip.std(axis=(2, 3)).min() > 0.05, "every frame and channel varies in space"
     assert np.abs(np.diff(clip, axis=1)).mean() > 0.01, "frames differ"
     assert ((clip == 0) | (clip == 1)).mean() < 0.25, "few values are clamped"
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_every_wan_family_is_listed() -> None:
@@ -156,11 +134,7 @@ def test_ti2v_5b_serves_image_to_video(load: Load) -> None:
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_same_seed_same_bytes(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    torch.manual_seed(123)
-    expected_state = torch.get_rng_state()
-    again = files(tiny.build(family, tmp_path / "deep" / family))
-    assert torch.equal(torch.get_rng_state(), expected_state)
-    assert again == files(checkpoints[family])
+    check_made_again(family, checkpoints[family], tmp_path / "deep" / family)
 
 
 def test_rebuild_in_place_with_another_seed(tmp_path: Path) -> None:

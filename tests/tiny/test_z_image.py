@@ -9,22 +9,21 @@ import torch
 from diffusers import DiffusionPipeline, ZImagePipeline
 from transformers import Qwen3Model
 
-from vllm_omni_vae import tiny
+from tests.tiny.conftest import Load, check_made_again, files
 
+CLASSES = {"z-image": ZImagePipeline}
 MAX_BYTES = 4 * 2**20
 SIDE = 96
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build("z-image", tmp_path_factory.mktemp("tiny") / "z-image")
+@pytest.fixture
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["z-image"]
 
 
 @pytest.fixture
-def pipe(checkpoint: Path) -> DiffusionPipeline:
-    pipe = DiffusionPipeline.from_pretrained(checkpoint, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+def pipe(load: Load) -> DiffusionPipeline:
+    return load("z-image")
 
 
 def generate(pipe: DiffusionPipeline, *, prompt: str = "a cat", output_type: str = "np") -> np.ndarray:
@@ -39,13 +38,9 @@ def generate(pipe: DiffusionPipeline, *, prompt: str = "a cat", output_type: str
     return np.asarray(made.images)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def test_loads_and_makes_images(checkpoint: Path, pipe: DiffusionPipeline) -> None:
     assert sum(len(content) for content in files(checkpoint).values()) <= MAX_BYTES
-    assert type(pipe) is ZImagePipeline
+    assert type(pipe) is CLASSES["z-image"]
     assert type(pipe.text_encoder) is Qwen3Model
 
     made = generate(pipe)
@@ -82,8 +77,4 @@ def test_the_vae_tiles_two_by_two(pipe: DiffusionPipeline) -> None:
 
 
 def test_same_seed_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
-    torch.manual_seed(123)
-    expected_state = torch.get_rng_state()
-    again = files(tiny.build("z-image", tmp_path / "z-image"))
-    assert torch.equal(torch.get_rng_state(), expected_state)
-    assert again == files(checkpoint)
+    check_made_again("z-image", checkpoint, tmp_path / "z-image")
