@@ -267,11 +267,11 @@ def _releases(medium: Medium) -> str:
     if missing:
         raise SystemExit(f"no release in {Path(__file__).name} has the pipeline class {', '.join(sorted(missing))}")
     described = [(release, profile, profile.card(folder)) for release, profile, folder in _checkpoints()]
+    facts = _FACTS[medium]
     rows = [
         (*_made(release, card), *facts(card), ", ".join(f"`{name}`" for name in sorted(profile.extra_params)))
         for release, profile, card in described
         if card.medium is medium
-        for facts in (_FACTS[medium],)
     ]
     return _table(
         ("checkpoint", "pipeline class", "makes", "width and height", *_HEADS[medium], "`extra_params`"), rows

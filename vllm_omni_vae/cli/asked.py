@@ -54,6 +54,11 @@ def add_tiles(parser: argparse.ArgumentParser, default: str = "") -> None:
     )
 
 
+def merges_of(args: argparse.Namespace) -> list[VaeTileMerge]:
+    """Ways to make one result of tiles that were asked for, each once."""
+    return list(dict.fromkeys(map(VaeTileMerge, args.tile_merge)))
+
+
 def operations_of(args: argparse.Namespace, spec: FamilySpec) -> tuple[Operation, ...]:
     """Those that were asked for; of both, those that the family has.
 

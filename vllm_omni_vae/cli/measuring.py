@@ -9,12 +9,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..config import VaeConfig, VaeParallelMode, VaeTileMerge
+from ..config import VaeConfig, VaeParallelMode
 from ..errors import GeometryError, UnsupportedError
 from ..measure.arms import arms_of
 from ..measure.messages import Job, Progress, Source, Work
 from ..measure.result import OperationResult, gather_arms
-from .asked import add_model, add_operation, add_tiles, operations_of
+from .asked import add_model, add_operation, add_tiles, merges_of, operations_of
 from .blank import Found, make_blank, public_shapes
 from .full_size import FULL_SIZE
 from .terminal import tell
@@ -162,7 +162,7 @@ def plan_request(
     named = [VaeParallelMode(mode) for mode in args.modes or ()]
     for mode in named:
         check_mode(vae.spec, mode)
-    merges = list(dict.fromkeys(map(VaeTileMerge, args.tile_merge)))
+    merges = merges_of(args)
     for merge in merges:
         check_merge(type(vae), merge)
     modes = list(dict.fromkeys(named)) or [mode for mode in MODES if mode in vae.spec.modes]

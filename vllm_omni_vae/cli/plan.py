@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import VaeConfig, VaeParallelMode, VaeTileMerge
 from ..errors import ConfigurationError, RankError, UnsupportedError
 from ..geometry import deal
-from .asked import add_model, add_operation, add_size, add_tiles, check_numbers, operations_of
+from .asked import add_model, add_operation, add_size, add_tiles, check_numbers, merges_of, operations_of
 from .blank import find_autoencoders, make_blank, public_shapes
 from .drawing import Panel, Span, draw_png
 from .full_size import FULL_SIZE
@@ -87,7 +87,7 @@ def _plan(vae: Any, operation: Operation, args: argparse.Namespace) -> Operation
     tell(f"{operation}: direct")
     direct = forecaster.direct()
     rows = [Row("direct", "runs", direct.decision.reason, direct)]
-    merges = list(dict.fromkeys(map(VaeTileMerge, args.tile_merge)))
+    merges = merges_of(args)
     for mode in _MODES:
         tell(f"{operation}: {mode}")
         for merge in merges if mode is VaeParallelMode.TILE else merges[:1]:
