@@ -47,6 +47,20 @@ def checkpoint(hardware: str, tmp_path_factory: pytest.TempPathFactory) -> Check
 
 
 @pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> str:
+    """The checkpoint of the module's ``FAMILY``."""
+    return checkpoint(request.module.FAMILY)
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, model: str) -> Server:
+    """Stock vLLM with two VAE ranks, in the tiles that are usual for ``model``."""
+    server = start("vllm", "serve", model, "--vae-patch-parallel-size", "2")
+    server.wait_until_healthy()
+    return server
+
+
+@pytest.fixture(scope="module")
 def start(hardware: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start a server; those still running are asked to stop at the end, and must then leave nothing behind."""
     servers: list[Server] = []

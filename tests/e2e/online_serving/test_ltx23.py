@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import Checkpoint, Start
 from tests.e2e.ltx2 import PROMPT, check_clip, one_rank
 from tests.helpers.server import Server
 from vllm_omni_vae import Omni
@@ -21,15 +20,8 @@ PICTURE: dict[str, Any] = {"width": 576, "height": 576, "frames": 9, "picture": 
 
 
 @pytest.fixture(scope="module")
-def server(start: Start, checkpoint: Checkpoint) -> Server:
-    server = start("vllm", "serve", checkpoint(FAMILY), "--vae-patch-parallel-size", "2")
-    server.wait_until_healthy()
-    return server
-
-
-@pytest.fixture(scope="module")
-def alone(server: Server, checkpoint: Checkpoint, hardware: str) -> Iterator[Omni]:
-    with one_rank(checkpoint(FAMILY), hardware) as omni:
+def alone(server: Server, model: str, hardware: str) -> Iterator[Omni]:
+    with one_rank(model, hardware) as omni:
         yield omni
 
 

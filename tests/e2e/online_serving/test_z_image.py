@@ -8,13 +8,14 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.e2e.conftest import CPU, Checkpoint, Start
+from tests.e2e.conftest import CPU
 from tests.e2e.images import diffusers_alone, images_client, pictures, vae_row
 from tests.e2e.media import file_of, photo
 from tests.helpers.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
+FAMILY = "z-image"
 SEED = 5
 PROMPT = "the admiral before a window"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "size": "112x80", "extra_body": {"seed": SEED, "num_inference_steps": 2}}
@@ -25,19 +26,6 @@ TOLD: dict[str, Any] = {"prompt": PROMPT, "width": 112, "height": 80, "num_infer
 def hardware(request: pytest.FixtureRequest) -> str:
     """The CPU alone: images are compared with what this process computes."""
     return request.param
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Checkpoint) -> str:
-    return checkpoint("z-image")
-
-
-@pytest.fixture(scope="module")
-def server(start: Start, model: str) -> Server:
-    """Two ranks; the checkpoint's VAE tiles what is larger than 64 pixels."""
-    server = start("vllm", "serve", model, "--vae-patch-parallel-size", "2")
-    server.wait_until_healthy()
-    return server
 
 
 def test_images_of_text_are_diffusers_own(server: Server, model: str) -> None:
