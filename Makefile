@@ -43,13 +43,14 @@ check: env ## lint, formatting, types, layers and generated pages
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tools/generate_docs.py --check
 
-docs: env ## write docs/generated anew from the code
+docs: env ## write docs/generated anew from the code, and build all pages as a site in site/
 	@$(BIN)/python tools/generate_docs.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: env ## apply what `check` would ask for, where that can be done by a program
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist demo-output out
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist site demo-output out
 	find vllm_omni_vae tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,10 +20,11 @@ from .engine import Engine
 class Omni:
     """A model on its ranks, ready to generate. Ends them with `close` or at the end of a ``with`` block.
 
-    >>> with Omni(model="ckpt", parallel_config=DiffusionParallelConfig(vae_patch_parallel_size=2)) as omni:
-    ...     clip = omni.generate("a boat on a calm lake", width=96, height=96, num_frames=9)  # doctest: +SKIP
-
     Ranks are processes that do not import the caller's module, so no ``if __name__ == "__main__"`` is needed.
+
+    Examples:
+        >>> with Omni(model="ckpt", parallel_config=DiffusionParallelConfig(vae_patch_parallel_size=2)) as omni:
+        ...     clip = omni.generate("a boat on a calm lake", width=96, height=96, num_frames=9)  # doctest: +SKIP
 
     Args:
         model: Folder or hub name of a diffusers checkpoint.
