@@ -46,15 +46,12 @@ class Case:
         tiles: Flags of a tile geometry that cuts them.
         fields: Of every request.
         tasks: Operations that each request needs, and what it has besides ``fields``.
-        on_the_cpu: Whether two processes run it too. There the other families have files of their own, which compare
-            tiles over HTTP, and tests of the ranks without a server.
     """
 
     family: str
     tiles: tuple[str, ...]
     fields: Mapping[str, Any]
     tasks: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...]
-    on_the_cpu: bool = False
 
     @property
     def image(self) -> bool:
@@ -86,11 +83,11 @@ PHOTOGRAPH: tuple[tuple[str, ...], Mapping[str, Any]] = (("encode", "decode"), {
 
 CASES = (
     Case("wan2.2-i2v", _tiles(48, 32), CLIP | {"size": "80x64", "num_frames": 5}, (PICTURE,)),
-    Case("wan2.2-ti2v-5b", _tiles(64, 48), CLIP | {"size": "160x128"}, (TEXT, PICTURE), on_the_cpu=True),
+    Case("wan2.2-ti2v-5b", _tiles(64, 48), CLIP | {"size": "160x128"}, (TEXT, PICTURE)),
     Case("ltx2-t2v", _tiles(96, 64), CLIP | {"size": "256x256"}, (TEXT, PICTURE)),
     Case("ltx2.3-t2v", _tiles(96, 64), CLIP | {"size": "256x256"}, (TEXT, PICTURE)),
     Case("qwen-image", _tiles(64, 48), IMAGE, (TEXT, PHOTOGRAPH)),
-    Case("z-image", (), IMAGE, (TEXT, PHOTOGRAPH), on_the_cpu=True),
+    Case("z-image", (), IMAGE, (TEXT, PHOTOGRAPH)),
     Case("flux2-klein", (), IMAGE | {"size": "160x128"}, (TEXT, PHOTOGRAPH)),
 )
 
@@ -112,8 +109,7 @@ def _settings(platform: str, ranks: int) -> Iterator[Any]:
     seconds = 300 if platform == "cpu" else 3600
     marks = [*hardware_marks(res={platform: hardware}, num_cards=ranks), pytest.mark.timeout(seconds)]
     for case in CASES:
-        if case.on_the_cpu or platform != "cpu":
-            yield pytest.param((Machine(platform, ranks), case), marks=marks, id=f"{case.family}-{platform}{ranks}")
+        yield pytest.param((Machine(platform, ranks), case), marks=marks, id=f"{case.family}-{platform}{ranks}")
 
 
 @pytest.fixture(
