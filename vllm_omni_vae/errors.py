@@ -12,6 +12,7 @@
     ├── QueueFullError                    the engine takes no more jobs for now
     ├── Cancelled                         the caller asked for the job to stop
     ├── RankError (RuntimeError)          a rank failed inside a collective step; the same on every rank
+    │   └── RankMemoryError               it ran out of memory there, and no rank failed otherwise
     ├── PeerLostError (RuntimeError)      another rank went away in the middle of an exchange
     ├── DisagreementError (RuntimeError)  ranks came to one collective step with different inputs
     ├── DeadlockError (RuntimeError)      threads as ranks: a real process group would wait for ever here
@@ -78,6 +79,10 @@ class RankError(VaeParallelError, RuntimeError):
         super().__init__(f"rank {rank} failed: {reason}")
         self.rank = rank
         self.reason = reason
+
+
+class RankMemoryError(RankError):
+    """A rank ran out of memory in a collective step; every rank of the step raises this and can take another way."""
 
 
 class PeerLostError(VaeParallelError, RuntimeError):

@@ -20,6 +20,7 @@ from vllm_omni_vae.errors import Cancelled
 pytestmark = pytest.mark.distributed
 
 SECONDS = 30.0
+NO_MEMORY = "rank 1 failed: OutOfMemoryError: no memory left"
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
@@ -81,7 +82,7 @@ def raising(rank: int, size: int, *, failing: dict[str, list[Any]], broadcast: b
 @pytest.mark.parametrize(
     ("size", "failing", "message"),
     [
-        (2, {"1": ["OutOfMemoryError", "no memory left", 3]}, "rank 1 failed: OutOfMemoryError: no memory left"),
+        (2, {"1": ["OutOfMemoryError", "no memory left", 3]}, NO_MEMORY),
         (2, {"0": ["ValueError", "odd", 0]}, "rank 0 failed: ValueError: odd"),
         (3, {"2": ["ValueError", "second", 1], "1": ["ValueError", "first", 3]}, "rank 1 failed: ValueError: first"),
         (3, {"0": ["Cancelled", "stop", 1], "2": ["ValueError", "odd", 1]}, "rank 2 failed: ValueError: odd"),
@@ -91,7 +92,7 @@ def raising(rank: int, size: int, *, failing: dict[str, list[Any]], broadcast: b
 def test_one_rank_raises(
     size: int, failing: dict[str, list[Any]], message: str, broadcast: bool, worlds: Worlds
 ) -> None:
-    kind = "Cancelled" if message == "cancelled" else "RankError"
+    kind = {"cancelled": "Cancelled", NO_MEMORY: "RankMemoryError"}.get(message, "RankError")
     answers = worlds[size].run(raising, seconds=SECONDS, failing=failing, broadcast=broadcast, group=None)
     for rank, answer in enumerate(answers):
         decode, clean_then, encode, clean_now = answer["heard"]

@@ -72,17 +72,23 @@ def stop(pid: int) -> None:
     until(lambda: state(pid) == "T")
 
 
+def resident_bytes(pid: int) -> int:
+    """Bytes of the process that are in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 @contextlib.contextmanager
-def no_more_memory(pid: int) -> Iterator[Callable[[], None]]:
+def no_more_memory(pid: int, extra: int = 0) -> Iterator[Callable[[], None]]:
     """Give a function after whose call the process gets no further memory; at the end it may have some again.
 
-    What it has now is the limit: what it takes until the call, and gives back, is no reserve to go on with.
+    What it has now, and ``extra`` bytes, is the limit: what it takes until the call, and gives back, is no reserve to
+    go on with.
     """
     before = resource.prlimit(pid, resource.RLIMIT_AS)
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
 
     def limit() -> None:
-        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), before[1]))
+        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize() + extra, before[1]))
 
     try:
         yield limit

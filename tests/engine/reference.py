@@ -20,9 +20,13 @@ class Reference:
         self._checkpoints = checkpoints
         self._pipelines: dict[tuple[str, bool], Any] = {}
 
-    def frames(self, family: str, request: GenerationRequest, *, tiled: bool = True) -> Frames:
-        """The clip of a resolved request, ``(T, H, W, 3)`` uint8."""
+    def frames(
+        self, family: str, request: GenerationRequest, *, tiled: bool = True, tiles: tuple[int, int] | None = None
+    ) -> Frames:
+        """The clip of a resolved request, ``(T, H, W, 3)`` uint8; ``tiles`` are another tile size and stride."""
         pipeline = self._pipeline(family, with_image=bool(request.images))
+        size, stride = tiles or tile(family)
+        pipeline.vae.enable_tiling(size, size, stride, stride)
         pipeline.vae.use_tiling = tiled
         assert request.seed is not None
         torch.manual_seed(request.seed)
@@ -47,7 +51,5 @@ class Reference:
             kind = diffusers.WanImageToVideoPipeline if with_image else diffusers.WanPipeline
             pipeline = kind.from_pretrained(self._checkpoints[family])
             pipeline.set_progress_bar_config(disable=True)
-            size, stride = tile(family)
-            pipeline.vae.enable_tiling(size, size, stride, stride)
             self._pipelines[key] = pipeline
         return self._pipelines[key]

@@ -137,5 +137,5 @@ def test_a_rank_without_memory_fails_the_job_on_all_of_them(stage: Stage, rank: 
     assert tape.stages[-1] is stage
     assert run(engine, ask(engine)).frames.tobytes() == before.frames.tobytes()
     assert engine.health().healthy
-    if error.code == "rank_failed":  # and not a crash inside some library
+    if error.code == "out_of_memory" and "did not end with it" not in str(error):  # and no crash inside some library
         assert engine.worker_pids == pids

@@ -58,8 +58,10 @@ def test_an_answer(serve: Serve) -> None:
     server = serve(served_model_name=("one", "häuser 猫"))
     answer = generate(server, n=2, seed=5, size="32x48", quality="high", model="häuser 猫", user="me")
     body = answer.json()
-    assert set(body) == {"created", "data", "size", "output_format", "background", "quality", "usage", "seed", "vae"}
+    ours = {"seed", "vae", "vae_use", "traces"}
+    assert set(body) == {"created", "data", "size", "output_format", "background", "quality", "usage", *ours}
     assert body["vae"] == [DECISION]
+    assert [(use["rank"], use["tiles"]) for use in body["vae_use"]] == [(0, 4), (1, 2)]
     assert (body["size"], body["output_format"], body["background"], body["seed"]) == ("32x48", "png", "opaque", 5)
     assert body["quality"] == "high" and body["created"] > 1_700_000_000
     assert [set(item) for item in body["data"]] == [{"b64_json", "seed"}] * 2

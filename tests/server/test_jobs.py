@@ -81,6 +81,7 @@ def test_a_new_job_on_the_wire(store: JobStore) -> None:
         "peak_memory_mb": None,
         "vae": None,
         "vae_use": None,
+        "traces": None,
     }
 
 

@@ -34,6 +34,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "medium": st.sampled_from(Medium),
     "negative_prompt": st.none() | TEXT,
     "extra_params": st.dictionaries(TEXT, JSON, max_size=3),
+    "trace": st.booleans(),
     **{name: st.none() | _number(name) for name in RANGES},
 }
 REQUESTS = st.fixed_dictionaries(FIELDS).map(lambda values: GenerationRequest(**values))
@@ -71,7 +72,12 @@ def test_an_image_comes_back(shape: tuple[int, ...]) -> None:
 
 
 OUTCOME = Outcome(
-    stage_durations={"decode": 0.1}, inference_s=1 / 3, peak_memory_mb=(1.5, 2), vae=({"a": [1]},), vae_use=({"b": 2},)
+    stage_durations={"decode": 0.1},
+    inference_s=1 / 3,
+    peak_memory_mb=(1.5, 2),
+    vae=({"a": [1]},),
+    vae_use=({"b": 2},),
+    traces=("c/rank0.json.gz",),
 )
 
 

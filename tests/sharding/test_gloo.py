@@ -275,7 +275,8 @@ def told_and_well(answers: list[Any], turns: list[int], kind: str, names: list[i
             if kind == "Cancelled":
                 assert one["heard"][0] == "Cancelled"
             else:
-                assert one["heard"] == ["RankError", f"rank {name} failed: {kind}: odd on {bad}"]
+                known_as = "RankMemoryError" if kind == "OutOfMemoryError" else "RankError"
+                assert one["heard"] == [known_as, f"rank {name} failed: {kind}: odd on {bad}"]
             assert one["quick"]
             assert one["clean"]
             assert max(one["errors"]) <= EXACT

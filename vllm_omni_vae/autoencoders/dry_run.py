@@ -44,9 +44,11 @@ class CountingCommunicator(NullCommunicator):
             self.tally[f"{self._purpose} bytes"] += sum(tensor.nbytes for _, tensor in sends)
         super().exchange(sends, receives)
 
-    def gather(self, piece: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
+    def gather(
+        self, piece: torch.Tensor, sizes: Sequence[int], dst: int, room: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor] | None:
         with self._for("result"):
-            return super().gather(piece, sizes, dst)
+            return super().gather(piece, sizes, dst, room)
 
     def all_gather_uneven(self, piece: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         with self._for("attention"):

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from ..config import VaeParallelMode
-from ..distributed import Communicator, VaeGroups
+from ..distributed import Communicator, StagedCommunicator, VaeGroups
 from .cost import Forecaster
 from .policy import Decision, gib
 from .state import ParallelState
@@ -33,11 +33,13 @@ def free_bytes(device: torch.device) -> int | None:
 def agreed_budget(groups: VaeGroups, device: torch.device) -> int | None:
     """Collective over the domain. Bytes that every working rank has free; None unless all of them know.
 
-    The CPU's memory is one for all ranks of a machine, so each counts on its share of it.
+    The CPU's memory is one for all ranks of a machine, and a card's for those that share it, so each counts on its
+    share.
     """
     comm: Communicator = groups.domain
     free = free_bytes(device)
-    mine = -1 if free is None else free // (comm.size if device.type == "cpu" else 1)
+    shared = device.type == "cpu" or isinstance(comm, StagedCommunicator)
+    mine = -1 if free is None else free // (comm.size if shared else 1)
     told = torch.tensor([mine], dtype=torch.int64, device=comm.control_device)
     everyone = comm.all_gather(told).flatten().tolist()
     least = min(everyone[rank] for rank in groups.workers)

@@ -49,21 +49,32 @@ def run_sharded(
     if comm is None:
         return None
     known = {"shape": tuple(x.shape), "dtype": x.dtype, "decision": decision, "settings": sorted(facts.items())}
-    agree_on(comm, known | {"content": fingerprint(x)})
+    error: Exception | None = None
+    content = None
+    try:
+        content = fingerprint(x)
+    except Exception as e:
+        error = e
+    agree_on(comm, known | {"content": content}, error)
     whole = spec.whole_shape(vae, operation, tuple(x.shape))
     extents = (whole[-2], whole[-1])
     piece: torch.Tensor | None = None
     shard: SpatialShard | None = None
-    error: Exception | None = None
-    if groups.work is not None:
-        halo = groups.halo or groups.work
-        try:
+    room: tuple[list[torch.Tensor], torch.Tensor] | None = None
+    everywhere: torch.Tensor | None = None
+    halo = groups.halo or groups.work
+    try:
+        if halo is not None and groups.work is not None:
             halo.renew()
             shard = _shard(halo, spec, vae, operation, x, decision)
             piece = _run_piece(shard, spec, vae, operation, x, options)
             shard.check(piece, extents)
-        except Exception as e:
-            error = e
+            room = shard.room(piece, extents, groups.work, groups.output)
+        if broadcast and room is None:
+            everywhere = x.new_empty(whole, dtype=output_dtype(x))
+    except Exception as e:
+        error = e
+        if halo is not None:
             halo.abandon()
     try:
         agree(comm, error)
@@ -73,12 +84,11 @@ def run_sharded(
         raise
     result: torch.Tensor | None = None
     if groups.work is not None and shard is not None and piece is not None:
-        result = shard.gather(piece, extents, groups.work, groups.output)
-    if not broadcast:
-        return result
-    everywhere = x.new_empty(whole, dtype=output_dtype(x)) if result is None else result
-    comm.broadcast(everywhere, groups.workers[groups.output])
-    return everywhere
+        result = shard.gather(piece, extents, groups.work, groups.output, room)
+    filled = everywhere if result is None else result
+    if broadcast and filled is not None:
+        comm.broadcast(filled, groups.workers[groups.output])
+    return filled
 
 
 def _shard(

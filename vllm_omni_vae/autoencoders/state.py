@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..config import VaeParallelMode, VaeTileMerge
+from ..config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
 from ..distributed import Communicator, VaeGroups, agree
 from ..errors import Cancelled
 from ..tiling import DistributedVaeExecutor
@@ -44,6 +44,8 @@ class ParallelState:
         placement: What the groups were made for; asked for again, they are kept.
         mode: What was asked for.
         merge: How tiles become one result.
+        splits: Which operations are split by rank instead of in tiles.
+        pieces: Into how many pieces: as many as there are ranks.
         broadcast_decode: Whether every calling rank gets decoded samples.
         executor: Runs tiles on the ranks.
         stoppable: Whether sharded calls look between network calls if any rank was told to stop; the same on all.
@@ -51,6 +53,7 @@ class ParallelState:
         rendezvous: Set by an engine whose VAE ranks do not all run the pipeline.
         budget: Bytes that a shard may take on each working rank, the same on all; None: not looked at.
         chunk: Latent frames at a time that every shard of this autoencoder takes; None: the decision's.
+        retry_in_tiles: Whether a call that a rank has no memory for is run once more in tiles.
         on_decision: Told of every decision, also repeated ones.
         lock: One call at a time: diffusers keeps a call's cache on the module.
     """
@@ -63,11 +66,14 @@ class ParallelState:
         placement: object = None,
         budget: int | None = None,
         merge: VaeTileMerge = VaeTileMerge.BLEND,
+        splits: VaeSplits = IN_TILES,
     ):
         self.groups = groups
         self.placement = placement
         self.mode = mode
         self.merge = merge
+        self.splits = splits
+        self.pieces = len(groups.workers)
         self.broadcast_decode = broadcast_decode
         self.executor = DistributedVaeExecutor(groups)
         self.stoppable = False
@@ -75,6 +81,7 @@ class ParallelState:
         self.alike: Communicator | None = None
         self.budget = budget
         self.chunk: int | None = None
+        self.retry_in_tiles = True
         self.on_decision: Callable[[Decision], None] | None = None
         self.lock = threading.RLock()
         self._logged: set[Decision] = set()
@@ -106,6 +113,7 @@ class ParallelState:
             "operation": operation.value,
             "mode": self.mode.value,
             "tile merge": self.merge.value,
+            "splits": self.splits,
             "shape": tuple(x.shape),
             "dtype": x.dtype,
             "weights": vae.dtype,
@@ -143,6 +151,11 @@ class ParallelState:
                 list(decision.idle_ranks),
             )
 
+    def observe(self, done: int, total: int) -> None:
+        """Tell this rank's observer of a network call to come; it may raise `Cancelled`, on this rank alone."""
+        if self.executor.observer:
+            self.executor.observer(done, total)
+
     def between(self, done: int, total: int) -> None:
         """Collective over the working ranks if `stoppable`. Report a network call to come, or stop on all ranks.
 
@@ -151,8 +164,7 @@ class ParallelState:
         """
         error: Cancelled | None = None
         try:
-            if self.executor.observer:
-                self.executor.observer(done, total)
+            self.observe(done, total)
         except Cancelled as told:
             error = told
         halo = self.groups.halo or self.groups.work

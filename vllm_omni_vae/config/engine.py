@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from ..errors import ConfigurationError
@@ -14,7 +15,28 @@ from .parallel import DiffusionParallelConfig, VaeParallelMode
 from .vae import VaeConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
-BACKENDS = ("mp",)
+
+
+class ExecutorBackend(StrEnum):
+    """How the ranks of a model are started."""
+
+    MP = "mp"
+    RAY = "ray"
+    EXTERNAL_LAUNCHER = "external_launcher"
+
+    @classmethod
+    def parse(cls, value: str | ExecutorBackend) -> ExecutorBackend:
+        """Return the backend named ``value``.
+
+        Raises:
+            ConfigurationError: no such backend; the message lists those there are.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ConfigurationError(
+                f"distributed_executor_backend {value!r} is not available; choose one of {', '.join(cls)}"
+            ) from None
 
 
 def _json_object(text: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -47,8 +69,12 @@ class EngineConfig:
     revision: str | None = option(None, "Branch, tag or commit of a model from the hub.", shared=True)
     download_dir: str | None = option(None, "Where models from the hub are kept.", shared=True)
     trust_remote_code: bool = option(False, "Allow code that comes with the checkpoint.", shared=True)
-    distributed_executor_backend: str | None = option(
-        None, "How worker processes are started: mp (processes on this machine).", shared=True
+    distributed_executor_backend: ExecutorBackend | None = option(
+        None,
+        "How ranks are started: as processes of this machine (mp), as actors of a Ray cluster (ray), or, for Omni, by "
+        "torchrun (external_launcher). Default: mp.",
+        parse=ExecutorBackend.parse,
+        shared=True,
     )
     enforce_eager: bool = option(False, "Accepted for compatibility; models always run eagerly.", shared=True)
     model_class_name: str | None = option(
@@ -66,6 +92,10 @@ class EngineConfig:
         parse=_json_object,
         metavar="JSON",
     )
+    torch_profiler_dir: str | None = option(
+        None,
+        "Folder for traces of torch's profiler, one for each rank, of requests that ask for it by the field trace.",
+    )
     worker_timeout: float = option(
         600.0, "Seconds without any sign of progress after which a running job fails and the workers restart."
     )
@@ -75,16 +105,23 @@ class EngineConfig:
         object.__setattr__(self, "default_sampling_params", _json_object(self.default_sampling_params))
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
-        if self.distributed_executor_backend not in (None, *BACKENDS):
-            raise ConfigurationError(
-                f"distributed_executor_backend {self.distributed_executor_backend!r} is not available; "
-                f"choose one of {', '.join(BACKENDS)}"
-            )
+        if self.distributed_executor_backend is not None:
+            backend = ExecutorBackend.parse(self.distributed_executor_backend)
+            object.__setattr__(self, "distributed_executor_backend", backend)
+            if backend is ExecutorBackend.EXTERNAL_LAUNCHER and self.parallel.data_parallel_size > 1:
+                raise ConfigurationError(
+                    f"data_parallel_size is {self.parallel.data_parallel_size}, but with external_launcher all ranks "
+                    "that torchrun starts are one replica; start torchrun once for each"
+                )
         if self.boundary_ratio is not None and not 0 <= self.boundary_ratio <= 1:
             raise ConfigurationError(f"boundary_ratio is {self.boundary_ratio}; it is a share from 0 to 1")
         for name in ("worker_timeout", "startup_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; give seconds above 0")
+        if self.vae.vae_check_latents and self.parallel.dit_world_size == 1:
+            raise ConfigurationError(
+                "vae_check_latents compares denoiser ranks, and there is one; leave it out, or share the denoiser"
+            )
         if self.parallel.vae_patch_parallel_size == 1 and not self.vae.vae_use_tiling:
             for name in ("vae_tile_size", "vae_tile_stride"):
                 if getattr(self.vae, name) is not None:

@@ -63,6 +63,11 @@ class VaeConfig:
         "At load, compare each way in which ranks may share the VAE with one rank, on small noise; one that does not "
         "give what it promises ends the start.",
     )
+    vae_check_latents: bool = option(
+        False,
+        "For debugging: compare by checksum what each encode gave on the denoiser's ranks, and fail the job where they "
+        "differ.",
+    )
 
     def __post_init__(self) -> None:
         for name in ("vae_tile_size", "vae_tile_stride"):

@@ -9,8 +9,9 @@ from enum import IntEnum
 
 import torch
 
-from ..errors import Cancelled, DisagreementError, PeerLostError, RankError
+from ..errors import Cancelled, DisagreementError, PeerLostError, RankError, RankMemoryError
 from .communicator import Communicator
+from .out_of_memory import is_out_of_memory
 
 _TEXT_BYTES = 1024
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,7 +21,8 @@ class _Outcome(IntEnum):
     FINE = 0
     PEER_LOST = 1
     CANCELLED = 2
-    FAILED = 3
+    OUT_OF_MEMORY = 3
+    FAILED = 4
 
 
 def agree(comm: Communicator, error: BaseException | None = None) -> None:
@@ -34,15 +36,15 @@ def agree(comm: Communicator, error: BaseException | None = None) -> None:
 
     Raises:
         RankError: a rank failed; names the lowest such rank and its reason, before ranks that only lost a peer. Its
-            cause is the original on that rank.
+            cause is the original on that rank. `RankMemoryError` if it is memory that they had not, and nothing else.
         Cancelled: no rank failed and at least one was asked to stop.
     """
     outcomes = comm.all_gather(_integers(comm, [_outcome(error)])).flatten().tolist()
     worst = max(outcomes)
-    if worst in (_Outcome.PEER_LOST, _Outcome.FAILED):
+    if worst in (_Outcome.PEER_LOST, _Outcome.OUT_OF_MEMORY, _Outcome.FAILED):
         texts = _all_texts(comm, f"{type(error).__name__}: {error}" if error is not None else "")
         rank = outcomes.index(worst)
-        raise RankError(rank, texts[rank]) from error
+        raise (RankMemoryError if worst == _Outcome.OUT_OF_MEMORY else RankError)(rank, texts[rank]) from error
     if worst == _Outcome.CANCELLED:
         raise Cancelled("the job was cancelled") from error
 
@@ -89,7 +91,9 @@ def _outcome(error: BaseException | None) -> int:
         return _Outcome.FINE
     if isinstance(error, Cancelled):
         return _Outcome.CANCELLED
-    return _Outcome.PEER_LOST if isinstance(error, PeerLostError) else _Outcome.FAILED
+    if isinstance(error, PeerLostError):
+        return _Outcome.PEER_LOST
+    return _Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else _Outcome.FAILED
 
 
 def _digest(text: str) -> int:

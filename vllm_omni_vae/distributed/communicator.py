@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import DisagreementError, PeerLostError
+from .span import span
 
 Reduction = Literal["sum", "max"]
 Message = tuple[int, torch.Tensor]
@@ -78,23 +79,34 @@ class Communicator(ABC):
         if packed or receives:
             self._exchange(packed, receives)
 
-    def gather(self, piece: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor] | None:
+    def room(self, piece: torch.Tensor, sizes: Sequence[int], dst: int) -> list[torch.Tensor]:
+        """What `gather` with these arguments needs memory for on this rank; without communication."""
+        if self.rank != dst:
+            return []
+        return [piece if rank == dst else piece.new_empty(size) for rank, size in enumerate(sizes)]
+
+    def gather(
+        self, piece: torch.Tensor, sizes: Sequence[int], dst: int, room: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor] | None:
         """Collective. Bring each rank's 1-D ``piece`` to ``dst`` in its exact size; nothing is padded.
 
         Args:
             piece: ``sizes[rank]`` elements.
             sizes: Elements of every rank's piece, known to all; 0 sends nothing.
             dst: Rank that owns the result.
+            room: What `room` gave, by which a rank learns beforehand that it has no memory for the result.
 
         Returns:
             On ``dst`` the pieces in rank order (its own is ``piece`` itself); elsewhere None.
         """
         self.traffic.count("gather")
         if self.rank != dst:
-            self.exchange([(dst, piece)] if sizes[self.rank] else [], [])
+            with span("gather"):
+                self.exchange([(dst, piece)] if sizes[self.rank] else [], [])
             return None
-        pieces = [piece if rank == dst else piece.new_empty(size) for rank, size in enumerate(sizes)]
-        self.exchange([], [(rank, p) for rank, p in enumerate(pieces) if rank != dst and sizes[rank]])
+        pieces = self.room(piece, sizes, dst) if room is None else room
+        with span("gather"):
+            self.exchange([], [(rank, p) for rank, p in enumerate(pieces) if rank != dst and sizes[rank]])
         return pieces
 
     def all_gather(self, piece: torch.Tensor) -> torch.Tensor:
@@ -199,9 +211,20 @@ class TorchCommunicator(Communicator):
     def abandon(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            dist.destroy_process_group(group)
+            # To destroy a group of NCCL is to wait for its messages, and those of a lost peer never come.
+            leave = c10d._abort_process_group if accelerator_backend(group) == "nccl" else dist.destroy_process_group
+            leave(group)
             del group
             gc.collect()
+
+    def connect(self) -> None:
+        """Collective. Have the backend connect all ranks now, so that later messages need only those they are for.
+
+        NCCL connects a group at its first call, for which it waits for all ranks of the group; in a `gather` those that
+        have nothing to send make none.
+        """
+        if accelerator_backend(self.group) not in (None, "gloo"):
+            self._all_reduce(torch.zeros(1, device=torch.accelerator.current_accelerator()), "sum")
 
     def renew(self) -> None:
         """Collective. Make an abandoned group anew, under a name that all its ranks come to alike.
@@ -222,6 +245,7 @@ class TorchCommunicator(Communicator):
             timeout=self._timeout or c10d._get_default_timeout(c10d.Backend(backend)),
         )
         c10d._world.pg_group_ranks[self._group] = {rank: place for place, rank in enumerate(self._global)}
+        self.connect()
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         def batch() -> None:
@@ -262,6 +286,14 @@ class TorchCommunicator(Communicator):
             reason = str(error)
         self.abandon()
         raise PeerLostError(f"an exchange with the other ranks broke off: {reason}")
+
+
+def accelerator_backend(group: dist.ProcessGroup) -> str | None:
+    """Name of the backend by which ``group`` moves tensors of this machine's accelerator; None where it cannot."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator not in group._device_types:
+        return None
+    return str(group._get_backend(accelerator).name())
 
 
 def _control_device(group: dist.ProcessGroup) -> torch.device:

@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from .communicator import Communicator, TorchCommunicator
+from .communicator import Communicator
+from .staged import communicator
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +80,16 @@ class VaeGroups:
         owner = workers[output_rank]
         workers = sorted(workers, key=domain.index)
         everyone = domain == world
-        whole = TorchCommunicator(_new_group(domain, everyone, timeout), timeout)
+        whole = communicator(_new_group(domain, everyone, timeout), timeout)
+        whole.connect()
         inside = dist.get_rank() in workers
         halo = work = None
         if everyone or inside:
             groups = [_new_group(workers, everyone, timeout) for _ in range(2)]
-            halo, work = (TorchCommunicator(group, timeout) if inside else None for group in groups)
+            halo, work = (communicator(group, timeout) if inside else None for group in groups)
+            for comm in (halo, work):
+                if comm is not None:
+                    comm.connect()
         return cls(work, whole, tuple(domain.index(rank) for rank in workers), workers.index(owner), halo)
 
 

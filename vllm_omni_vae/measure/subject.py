@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..autoencoders import Decision, Operation, ParallelState, distribute, families_by_name
-from ..autoencoders.compare import needed_arguments, noise, run, run_alone, run_exactly
+from ..autoencoders.compare import needed_arguments, noise, run, run_alone, run_exactly, run_pieces_alone
 from ..autoencoders.mixin import DistributedVaeMixin
 from ..autoencoders.twin import switches
 from ..config import DiffusionParallelConfig, VaeConfig
@@ -21,7 +21,7 @@ from ..pipelines.components import set_up_vae
 from ..tiny.common import randomize
 from .arms import Arm, Kind
 from .messages import Job, Source
-from .transport import silent_groups, staged_groups
+from .transport import silent_groups
 
 _SEED = 0
 
@@ -32,23 +32,21 @@ class Subject:
     Args:
         job: What is measured.
         device: Where this rank computes.
-        staged: Whether the ranks' messages must go through the memory of the CPU.
 
     Attributes:
         device: As given.
         decisions: Those of the last run.
     """
 
-    def __init__(self, job: Job, device: torch.device, staged: bool):
+    def __init__(self, job: Job, device: torch.device):
         self.device = device
         self.decisions: list[Decision] = []
         self._vae = load(job.source, getattr(torch, job.dtype), device)
         tiles = VaeConfig(vae_use_tiling=True, vae_tile_size=job.tile_size, vae_tile_stride=job.tile_stride)
         set_up_vae(self._vae, tiles, DiffusionParallelConfig(vae_patch_parallel_size=job.ranks))
         distribute(self._vae, size=job.ranks, timeout=timedelta(seconds=job.timeout))
-        groups: VaeGroups = self._vae.parallel_state.groups
-        self._groups = staged_groups(groups) if staged else groups
-        self._silent = silent_groups(groups)
+        self._groups: VaeGroups = self._vae.parallel_state.groups
+        self._silent = silent_groups(self._groups)
         self._chunk = job.chunk
         self._switches = dict(switches(self._vae))
         self._states: dict[Arm, ParallelState] = {}
@@ -79,6 +77,13 @@ class Subject:
         vars(self._vae).update(self._switches)
         return run_exactly(self._vae, operation, x, needed_arguments(self._vae, operation, x))
 
+    @torch.no_grad()
+    def run_pieces(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
+        """What this rank makes of the pieces of the last run, which was split by rank, one after the other."""
+        vars(self._vae).update(self._switches)
+        arguments = needed_arguments(self._vae, operation, x)
+        return run_pieces_alone(self._vae, operation, x, arguments, self.decisions[-1])
+
     def countable(self) -> AbstractContextManager[None]:
         """Within it `LiveBytes` can count what a run holds; its result may be anything."""
         context: AbstractContextManager[None] = self._vae.spec.countable(self._vae)
@@ -104,9 +109,10 @@ class Subject:
         if arm not in self._states:
             assert arm.mode is not None
             groups = self._silent if arm.kind is Kind.SILENT else self._groups
-            self._states[arm] = state = ParallelState(groups, arm.mode, False, merge=arm.merge)
+            self._states[arm] = state = ParallelState(groups, arm.mode, False, merge=arm.merge, splits=arm.splits)
             state.on_decision = self.decisions.append
             state.chunk = self._chunk
+            state.retry_in_tiles = False
         return self._states[arm]
 
 
@@ -134,5 +140,5 @@ def check_runs_as(arm: Arm, decision: Decision) -> None:
     Raises:
         UnsupportedError: what was decided instead.
     """
-    if arm.mode is not None and decision.strategy.value != arm.mode.value:
-        raise UnsupportedError(f"{arm.mode} was to be measured, but {decision} ran")
+    if arm.mode is not None and decision.strategy.value != arm.strategy:
+        raise UnsupportedError(f"{arm.strategy} was to be measured, but {decision} ran")

@@ -104,6 +104,7 @@ class GenerationRequest:
         num_images: Images to make, one after the other.
         layers: Transparent layers that each image is made of.
         extra_params: Further arguments that the pipeline's profile understands.
+        trace: Write down what every rank does, for a trace viewer; where the engine has a folder for it.
     """
 
     prompt: str
@@ -125,6 +126,7 @@ class GenerationRequest:
     num_images: int | None = None
     layers: int | None = None
     extra_params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trace: bool = False
 
     @property
     def task(self) -> Task:
@@ -193,6 +195,7 @@ class GenerationResult:
         decisions: The VAE strategies that ran, one JSON-ready mapping for each distinct decision.
         peak_memory_mb: Peak memory per rank in MiB: of the accelerator, or of the process where there is none.
         vae_use: What the autoencoders cost each rank that called them, in the order of the ranks.
+        traces: Names of the ranks' traces within the folder for them; empty where none was asked for.
     """
 
     frames: Frames
@@ -203,6 +206,7 @@ class GenerationResult:
     decisions: tuple[Mapping[str, Any], ...]
     peak_memory_mb: tuple[float, ...]
     vae_use: tuple[VaeUse, ...] = ()
+    traces: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

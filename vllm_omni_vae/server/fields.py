@@ -9,12 +9,15 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..errors import RequestError
 from ..pipelines.request import RANGES
+from .strict_json import loads
 
 MAX_PROMPT = 32_000
+MAX_EXTRA = 65_536
+_MAX_NAMED = 500
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 Form = TypeVar("Form", bound=BaseModel)
@@ -31,8 +34,8 @@ def json_value(value: Any) -> Any:
     """Read text that looks like a JSON object or array; anything else is returned as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError) as error:
+            return loads(value)
+        except ValueError as error:
             raise ValueError(f"malformed JSON ({error})") from None
     return value
 
@@ -50,6 +53,17 @@ def image_source(value: Any) -> Any:
         value = value["image_url"]
     if not isinstance(value, (bytes, str)):
         raise ValueError("a file, or an object with image_url, is needed")
+    return value
+
+
+def bounded(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is no object of JSON, or takes more than `MAX_EXTRA` characters of it: it is kept with its job."""
+    try:
+        length = len(json.dumps(value))
+    except TypeError:
+        raise ValueError("a file is no value of JSON") from None
+    if length > MAX_EXTRA:
+        raise ValueError(f"{length} characters of JSON are more than {MAX_EXTRA}")
     return value
 
 
@@ -79,7 +93,10 @@ class GenerationForm(BaseModel):
     guidance_scale: Guidance | None = None
     true_cfg_scale: Guidance | None = None
     seed: Annotated[Integer, within("seed")] | None = None
-    extra_params: Annotated[dict[str, Any], BeforeValidator(json_value)] = Field(default_factory=dict)
+    extra_params: Annotated[dict[str, Any], BeforeValidator(json_value), AfterValidator(bounded)] = Field(
+        default_factory=dict
+    )
+    trace: bool = False
     user: str | None = None
 
     def frame(self, size: str | None) -> tuple[int | None, int | None]:
@@ -131,7 +148,7 @@ def validate(form: type[Form], fields: Mapping[str, Any]) -> Form:
     unknown = [name for name in fields if name not in form.model_fields]
     if unknown:
         raise RequestError(
-            f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(form.model_fields))}",
+            f"unknown: {_cut(', '.join(unknown))}; known: {', '.join(sorted(form.model_fields))}",
             param=unknown[0],
             code="unknown_parameter",
         )
@@ -144,6 +161,10 @@ def validate(form: type[Form], fields: Mapping[str, Any]) -> Form:
     said = [_said(problem["loc"][0], problem["msg"], problem["type"], problem["input"]) for problem in problems]
     code = "missing_required_parameter" if problems[0]["type"] == "missing" else "invalid_value"
     raise RequestError("; ".join(dict.fromkeys(said)), param=str(problems[0]["loc"][0]), code=code)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_NAMED else text[:_MAX_NAMED] + "..."
 
 
 def _said(name: str | int, message: str, kind: str, value: Any) -> str:

@@ -26,7 +26,7 @@ _USAGE = {
 
 
 def images_body(job: Job, quality: str) -> bytes:
-    """Return the answer of a finished job as JSON, with its seed and the VAE's decisions besides OpenAI's fields.
+    """Return the answer of a finished job as JSON, with its seed, the VAE's decisions and their cost besides OpenAI's.
 
     Blocking: it takes time with many large images.
 
@@ -37,7 +37,9 @@ def images_body(job: Job, quality: str) -> bytes:
     assert job.outcome is not None
     effort = quality if quality in _EFFORTS else None
     body = {"created": job.completed_at, "data": list(_items(job)), **_common(job), "quality": effort, "usage": _USAGE}
-    return json.dumps({**body, "seed": job.request.seed, "vae": job.outcome.vae}).encode()
+    outcome = job.outcome
+    ours = {"seed": job.request.seed, "vae": outcome.vae, "vae_use": outcome.vae_use, "traces": outcome.traces}
+    return json.dumps({**body, **ours}).encode()
 
 
 async def image_events(

@@ -120,6 +120,7 @@ class ImageForm(GenerationForm):
             num_images=self.n,
             layers=self.layers,
             extra_params=self._extra_params(),
+            trace=self.trace,
         )
 
     def _extra_params(self) -> Mapping[str, Any]:

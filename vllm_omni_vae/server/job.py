@@ -44,6 +44,7 @@ class Outcome:
         peak_memory_mb: MiB per rank.
         vae: The VAE's decisions.
         vae_use: What the VAE cost each rank: the fields of `VaeUse`.
+        traces: Names of the ranks' traces.
         pictures: The files of an image model, one after the other; those of a clip are in the job's folder.
     """
 
@@ -52,6 +53,7 @@ class Outcome:
     peak_memory_mb: tuple[float, ...]
     vae: tuple[dict[str, Any], ...]
     vae_use: tuple[dict[str, Any], ...] = ()
+    traces: tuple[str, ...] = ()
     pictures: tuple[bytes, ...] = ()
 
 
@@ -141,4 +143,5 @@ class Job:
             "peak_memory_mb": list(outcome.peak_memory_mb) if outcome else None,
             "vae": list(outcome.vae) if outcome else None,
             "vae_use": list(outcome.vae_use) if outcome else None,
+            "traces": list(outcome.traces) if outcome else None,
         }

@@ -14,7 +14,7 @@ from .job import Job, JobError, JobStatus, Outcome
 
 _PIXELS = frozenset({"images", "mask"})
 # What clients can ask for of a clip's outcome.
-_MADE = ("stage_durations", "inference_s", "peak_memory_mb", "vae", "vae_use")
+_MADE = ("stage_durations", "inference_s", "peak_memory_mb", "vae", "vae_use", "traces")
 
 
 def request_to_json(request: GenerationRequest) -> str:
@@ -88,5 +88,5 @@ def job_of(record: JobRecord, folder: Path, ttl: float) -> Job:
 
 
 def _outcome(made: dict[str, Any]) -> Outcome:
-    lists = {name: tuple(made[name]) for name in ("peak_memory_mb", "vae", "vae_use")}
+    lists = {name: tuple(made.get(name, ())) for name in ("peak_memory_mb", "vae", "vae_use", "traces")}
     return Outcome(**{**made, **lists})

@@ -111,6 +111,7 @@ class VideoForm(GenerationForm):
             flow_shift=self.flow_shift,
             seed=self.seed,
             extra_params=self.extra_params,
+            trace=self.trace,
         )
 
 

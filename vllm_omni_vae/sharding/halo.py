@@ -8,6 +8,7 @@ import dataclasses
 import torch
 
 from ..distributed import Communicator
+from ..distributed.span import span as named
 from ..errors import UnsupportedError
 from .layout import ShardLayout
 
@@ -147,7 +148,8 @@ def _fill(
         halves.append((after, body.narrow(dim, last, edge.after)))
     for peer, half in halves:
         receives.append((peer, torch.empty(half.shape, dtype=half.dtype, device=half.device)))
-    comm.exchange(sends, receives)
+    with named("halo exchange"):
+        comm.exchange(sends, receives)
     for (_, half), (_, arrived) in zip(halves, receives, strict=True):
         half.copy_(arrived)
     if before is None and span[0]:

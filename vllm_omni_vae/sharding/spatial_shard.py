@@ -48,8 +48,23 @@ class SpatialShard:
         """This rank's piece of the whole ``x`` ``(..., H, W)``, of which ``ratio`` units make a latent."""
         return self.layout.local(x, ratio)
 
-    def gather(
+    def room(
         self, piece: torch.Tensor, extents: tuple[int, int], comm: Communicator, dst: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+        """What `gather` with these arguments needs memory for on ``dst``; elsewhere None. Without communication."""
+        if comm.rank != dst:
+            return None
+        sizes = [prod(shape) for shape in self._shapes(piece, extents)]
+        pieces = comm.room(piece.contiguous().flatten(), sizes, dst)
+        return pieces, piece.new_empty((*piece.shape[:-2], *extents))
+
+    def gather(
+        self,
+        piece: torch.Tensor,
+        extents: tuple[int, int],
+        comm: Communicator,
+        dst: int,
+        room: tuple[list[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Collective. Put the pieces of all ranks together on ``dst``, in exact sizes.
 
@@ -58,15 +73,18 @@ class SpatialShard:
             extents: Height and width of the whole.
             comm: The ranks of the layout; nobody abandons these.
             dst: Rank that owns the result.
+            room: What `room` gave, by which a rank learns beforehand that it has no memory for the whole.
 
         Returns:
             ``(..., H, W)`` on ``dst``; elsewhere None.
         """
         shapes = self._shapes(piece, extents)
-        pieces = comm.gather(piece.contiguous().flatten(), [prod(shape) for shape in shapes], dst)
-        if pieces is None:
+        room = self.room(piece, extents, comm, dst) if room is None else room
+        mine = piece.contiguous().flatten() if room is None else room[0][dst]
+        pieces = comm.gather(mine, [prod(shape) for shape in shapes], dst, room and room[0])
+        if pieces is None or room is None:
             return None
-        whole = piece.new_empty((*piece.shape[:-2], *extents))
+        whole = room[1]
         for rank, (flat, shape) in enumerate(zip(pieces, shapes, strict=True)):
             rows, cols = self.layout.bounds(rank, extents, extents[0] // self.layout.height.extent)
             whole[..., rows, cols] = flat.view(shape)

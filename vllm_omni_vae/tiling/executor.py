@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from ..config import VaeTileMerge
-from ..distributed import Communicator, VaeGroups, agree, agree_on, fingerprint
+from ..distributed import Communicator, VaeGroups, agree, agree_on, fingerprint, span
 from ..errors import GeometryError
 from ..geometry import Assignment, deal
 from .operator import DistributedOperator, GridSpec, TileTask
@@ -98,20 +98,25 @@ class _Step:
             return self._sum(tasks, mine, operator, spec, x, broadcast_result)
         predicted = all(task.output_shape is not None for task in tasks)
         packed = x.new_empty(0, dtype=spec.output_dtype)
+        room: list[torch.Tensor] | None = None
         error: Exception | None = None
         try:
             packed = self._run_predicted(mine, operator, spec, x) if predicted else self._run(mine, operator, spec, x)
+            if predicted:
+                room = self.comm.room(packed, self._sizes(tasks, owners), self.output)
         except Exception as e:
             error = e
         agree(self.comm, error)
         if not predicted:
             self._tell_shapes(tasks, mine)
-        pieces = self.comm.gather(packed, self._sizes(tasks, owners), self.output)
+        pieces = self.comm.gather(packed, self._sizes(tasks, owners), self.output, room)
         result: torch.Tensor | None = None
         try:
             if pieces is not None:
                 result = operator.merge(_by_coord(tasks, owners, pieces), spec)
                 _check_shape("the merged result", spec.output_shape, result)
+            elif broadcast_result and spec.output_shape is not None:
+                result = x.new_empty(spec.output_shape, dtype=spec.output_dtype)
         except Exception as e:
             error = e
         agree(self.comm, error)
@@ -175,6 +180,7 @@ class _Step:
             if operator.merging is VaeTileMerge.SUM and any(task.output_shape is None for task in tasks):
                 raise GeometryError("tiles whose output shapes are not known beforehand cannot be summed; blend them")
             known = {"tile merge": operator.merging.value} | facts()
+            content = fingerprint(x)
         except Exception as e:
             error = e
         base: dict[str, object] = {
@@ -183,7 +189,7 @@ class _Step:
             "tile grid": None if error else spec.grid,
             "placement": (broadcast_result, self.output, tuple(self.workers)),
             "further settings": sorted(known.items()),
-            "content": fingerprint(x),
+            "content": None if error else content,
         }
         agree_on(self.comm, base, error)
         return tasks, spec, owners
@@ -199,7 +205,8 @@ class _Step:
         if self.observer:
             self.observer(0, len(mine))
         for done, task in enumerate(mine, start=1):
-            take(task, self._noted(_run(task, operator, spec)))
+            with span(f"tile {', '.join(map(str, task.grid_coord))}"):
+                take(task, self._noted(_run(task, operator, spec)))
             if self.observer:
                 self.observer(done, len(mine))
 

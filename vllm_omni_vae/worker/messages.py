@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine and its ranks say to each other, over one private pipe per rank."""
+"""What the engine and its ranks say to each other."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from ..pipelines.request import ComponentReport, GenerationRequest, GenerationRe
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setup:
-    """Engine to rank, first: who you are and what to load."""
+    """Engine to rank, first: who you are and what to load.
+
+    Attributes:
+        config: What to load, and how.
+        rank: Among the ranks that share the model.
+        world_size: How many those are.
+        init_method: Where they meet, as `torch.distributed.init_process_group` takes it.
+        place: Number of this rank among those of its machine; its device is the one of that number.
+    """
 
     config: EngineConfig
     rank: int
     world_size: int
     init_method: str
+    place: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class Failure(StrEnum):
 
     CANCELLED = "cancelled"
     INVALID_OUTPUT = "invalid_output"
+    OUT_OF_MEMORY = "out_of_memory"
     RANK_FAILED = "rank_failed"
     UNEXPECTED = "generation_failed"
 
@@ -86,6 +96,7 @@ class Finished:
         result: The clip, on the output rank; what it tells of the ranks is empty.
         peak_memory_mb: Peak memory of this rank during the job, MiB.
         vae_use: What the autoencoders cost this rank.
+        trace: Name of the trace that it wrote, or empty.
     """
 
     job_id: str
@@ -94,6 +105,7 @@ class Finished:
     result: GenerationResult | None = None
     peak_memory_mb: float = 0.0
     vae_use: tuple[VaeUse, ...] = ()
+    trace: str = ""
 
 
 ToRank = Setup | Run | Cancel | Stop

@@ -13,7 +13,7 @@ import torch
 
 from ..autoencoders import Operation
 from ..autoencoders.arguments import PLAIN_TYPES
-from ..distributed import Communicator
+from ..distributed import Communicator, give_back, span
 from ..errors import Cancelled, UnsupportedError, VaeParallelError
 from .use import UseMeter
 
@@ -133,16 +133,21 @@ def follow(
         operation = _OPERATIONS[code - 1]
         run = vae.tiled_encode if operation is Operation.ENCODE else vae.tiled_decode
         vae.parallel_state.executor.observer = on_tile
+        vae.parallel_state.on_decision = meter.decided if meter else None
+        failed = False
         try:
-            with meter.call(vae, operation, device) if meter else contextlib.nullcontext():
+            with span(f"vae {operation}"), meter.call(vae, operation, device) if meter else contextlib.nullcontext():
                 if meter:
                     meter.decided(vae.decide(vae.parallel_state, operation, vae.spec.extents(x.shape), x.shape[0]))
                 run(x, **arguments)
         except VaeParallelError as error:
             logger.debug("left a call with every other rank: %s", error)
             vae.spec.reset(vae)
+            failed = True
         finally:
-            vae.parallel_state.executor.observer = None
+            vae.parallel_state.executor.observer = vae.parallel_state.on_decision = None
+        if failed:
+            give_back(device)
 
 
 def _order(x: torch.Tensor) -> list[int]:

@@ -74,7 +74,8 @@ def run_job(
             agree(denoisers, Cancelled("the job was cancelled") if cancelled() else None)
         return tensors
 
-    watch = VaeWatch(list(model.vaes.values()), list(model.sound.values()), clock, report, check, check_alone, meter)
+    vaes, sound = list(model.vaes.values()), list(model.sound.values())
+    watch = VaeWatch(vaes, sound, clock, report, check, check_alone, meter, denoisers, model.check_latents)
     results = []
     clock.enter(Stage.DENOISE)
     try:

@@ -7,12 +7,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 from ..autoencoders import Decision, Operation, distributed_class, select_strategy
 from ..autoencoders.dry_run import NETWORKS
+from ..autoencoders.twin import tensor_in
 from ..config import VaeParallelMode
+from ..distributed import Communicator, agree_on, fingerprint, span
 from ..pipelines.request import Stage
+from .unshared import run_unshared
 from .use import UseMeter
 
 _STAGES = {Operation.ENCODE: Stage.ENCODE, Operation.DECODE: Stage.DECODE}
@@ -48,6 +52,8 @@ class VaeWatch:
         check: Called between tiles of a shared call, where all ranks stop together; it may raise `Cancelled`.
         check_alone: The same between calls of the network that no other rank waits for.
         meter: Measures what each call costs this rank.
+        callers: The ranks that run the pipeline, or None for one.
+        check_latents: Whether they compare what an encode gave each of them.
     """
 
     def __init__(
@@ -59,7 +65,12 @@ class VaeWatch:
         check: Callable[[], None],
         check_alone: Callable[[], None],
         meter: UseMeter,
+        callers: Communicator | None = None,
+        check_latents: bool = False,
     ):
+        self._alike = callers if check_latents else None
+        self._calls = self._total = 0
+        self._callers = callers
         self._vaes = vaes
         self._sound = sound
         self._clock = clock
@@ -102,9 +113,11 @@ class VaeWatch:
         def timed(x: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._clock.enter(_STAGES[operation])
             try:
-                with self._meter.call(vae, operation, x.device):
+                with span(f"vae {operation}"), self._meter.call(vae, operation, x.device):
                     self._begin(vae, operation, tuple(x.shape))
-                    return method(x, *args, **kwargs)
+                    result = self._call(vae, operation, method, x, args, kwargs)
+                self._compare(operation, result)
+                return result
             finally:
                 self._clock.enter(before)
 
@@ -113,6 +126,29 @@ class VaeWatch:
             yield
         finally:
             delattr(vae, operation.value)
+
+    def _call(self, vae: Any, operation: Operation, method: Callable[..., Any], x: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(vae, "parallel_state", None) is not None:
+            return method(x, *args, **kwargs)
+
+        def call(vae: Any) -> Any:
+            return getattr(type(vae), operation.value)(vae, x, *args, **kwargs)
+
+        def again(decision: Decision) -> None:
+            self._note(decision)
+            tiles = prod(decision.grid)
+            self._meter.add_tiles(tiles * _slices(vae, tuple(x.shape)))
+            self._calls, self._total = 0, self._total * tiles
+
+        return run_unshared(vae, operation, x, call, self._callers, again)
+
+    def _compare(self, operation: Operation, result: Any) -> None:
+        """Collective over the callers, if they compare.
+
+        What ranks share they are given by one of them; what each encodes by itself nobody else has looked at.
+        """
+        if self._alike is not None and operation is Operation.ENCODE:
+            agree_on(self._alike, {"checksum of an encode's result": fingerprint(tensor_in(result))})
 
     def _begin(self, vae: Any, operation: Operation, shape: tuple[int, ...]) -> None:
         self._stage, self._calls, self._shared = _STAGES[operation], 0, False
@@ -129,8 +165,7 @@ class VaeWatch:
         self._total = spec.network_calls(vae, operation, seen) * (len(grid) if grid else 1)
         if state is None:
             self._note(select_strategy(operation, VaeParallelMode.TILE, grid, 1))
-            slices = shape[0] if getattr(vae, "use_slicing", False) else 1
-            self._meter.add_tiles(len(grid) * slices if grid else 0)
+            self._meter.add_tiles(len(grid) * _slices(vae, shape) if grid else 0)
         self._report(self._stage, 0, self._total)
 
     @contextlib.contextmanager
@@ -185,3 +220,7 @@ class VaeWatch:
         self._check()
         self._meter.on_progress(done)
         self._report(self._stage, done, max(1, total))
+
+
+def _slices(vae: Any, shape: tuple[int, ...]) -> int:
+    return shape[0] if getattr(vae, "use_slicing", False) else 1
