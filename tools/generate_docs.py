@@ -251,8 +251,9 @@ def _families() -> str:
     for family in FAMILIES:
         modes = ["yes" if mode in family.spec.modes else "refused" for mode in VaeParallelMode]
         both = ["yes" if operation in family.spec.operations else "no" for operation in Operation]
-        rows.append((f"`{family.spec.base_class.__name__}`", f"`{family.__name__}`", *both, *modes))
-    names = (*Operation, *(f"`{mode}`" for mode in VaeParallelMode))
+        split = "refused" if family.spec.no_pieces else "yes"
+        rows.append((f"`{family.spec.base_class.__name__}`", f"`{family.__name__}`", *both, *modes, split))
+    names = (*Operation, *(f"`{mode}`" for mode in VaeParallelMode), "split by rank")
     return _table(("diffusers class", "distributed class", *names), rows)
 
 

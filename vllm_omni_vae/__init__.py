@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         distribute,
         selftest,
     )
-    from .config import DiffusionParallelConfig, VaeParallelMode
+    from .config import DiffusionParallelConfig, VaeParallelMode, VaeSplits
     from .engine.omni import Omni
     from .tiling import DistributedOperator, DistributedVaeExecutor, GridSpec, TileTask
 
@@ -44,6 +44,7 @@ _HOMES = {
     "Omni": "engine.omni",
     "TileTask": "tiling",
     "VaeParallelMode": "config",
+    "VaeSplits": "config",
     "distribute": "autoencoders",
     "selftest": "autoencoders",
 }
@@ -64,6 +65,7 @@ __all__ = [
     "Omni",
     "TileTask",
     "VaeParallelMode",
+    "VaeSplits",
     "__version__",
     "distribute",
     "selftest",

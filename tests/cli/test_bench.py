@@ -22,7 +22,7 @@ from vllm_omni_vae.autoencoders import FAMILIES, Operation
 from vllm_omni_vae.autoencoders.cost import Forecaster
 from vllm_omni_vae.cli import blank
 from vllm_omni_vae.cli.main import main
-from vllm_omni_vae.config import TileExtent, VaeParallelMode, VaeTileMerge
+from vllm_omni_vae.config import IN_TILES, TileExtent, VaeParallelMode, VaeSplits, VaeTileMerge
 
 pytestmark = pytest.mark.distributed
 
@@ -50,7 +50,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> None:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr("vllm_omni_vae.measure.processes._Ranks._start", start)
+    monkeypatch.setattr("vllm_omni_vae.measure.processes.Ranks._start", start)
 
 
 def _forecasters(model: str, chunk: int | None = None) -> dict[str, Forecaster]:
@@ -67,7 +67,8 @@ def _exit(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
 
 
 def test_what_is_counted_is_what_the_plan_says(capsys: pytest.CaptureFixture[str], checkpoint: str) -> None:
-    main(["bench", checkpoint, *SIZE, *TILES, *FEW, "--chunk", "1", "--tile-merge", "blend", "sum", "--json"])
+    ways = ("--tile-merge", "blend", "sum", "--split-margin", "1")
+    main(["bench", checkpoint, *SIZE, *TILES, *FEW, "--chunk", "1", *ways, "--json"])
     out, err = capsys.readouterr()
     assert err == ""  # progress is for terminals
     found = json.loads(out)
@@ -86,16 +87,20 @@ def test_what_is_counted_is_what_the_plan_says(capsys: pytest.CaptureFixture[str
         assert operation["left_out"] == {"spatial_shard_grid": "the same as spatial_shard_width on 2 ranks"}
         assert operation["auto"].startswith("auto takes spatial_shard_width on 1x2 ranks")
         arms = operation["arms"]
-        shared = ["tile", "tile/sum", *SHARDS]
+        shared = ["tile", "tile/sum", *SHARDS, "rank_split/1"]
         assert list(arms) == [
             *BASELINES,
             "tile",
             "tile/sum",
             *(f"{shard}{end}" for shard in SHARDS for end in ("", "/no_messages")),
+            "rank_split/1",
         ]
         for mode in shared:
             merge = VaeTileMerge.SUM if mode == "tile/sum" else VaeTileMerge.BLEND
-            forecast = forecaster.forecast(VaeParallelMode(mode.removesuffix("/sum")), 2, merge)
+            splits, meant = IN_TILES, mode.removesuffix("/sum")
+            if mode == "rank_split/1":
+                splits, meant = VaeSplits(1, 1), "tile"
+            forecast = forecaster.forecast(VaeParallelMode(meant), 2, merge, splits)
             arm = arms[mode]
             assert arm["decision"] == json.loads(json.dumps(forecast.decision.to_json()))
             assert arm["messages"] == [use.messages for use in forecast.uses]
@@ -106,6 +111,10 @@ def test_what_is_counted_is_what_the_plan_says(capsys: pytest.CaptureFixture[str
             assert arm["incremental_peak_bytes"] == [peak - given for peak in arm["peak_bytes"]]
             assert arm["collectives"] == dict(forecast.uses[0].collectives)
             judged = (None, None) if mode in SHARDS else ("tiles", "holds")
+            if mode == "rank_split/1":
+                judged = ("pieces", "holds")
+                assert (arm["comparison"]["error"], arm["comparison"]["limit"]) == (0.0, 0.0)
+                assert min(arm["comparison"][to]["max"] for to in ("to_untiled", "to_tiles")) > 0
             assert (arm["comparison"]["against"], arm["comparison"]["promise"]) == judged
             assert mode not in SHARDS or arm["comparison"]["to_untiled"]["max"] < 1e-4
         assert sum(arms["tile"]["decision"]["tiles_per_rank"]) == 6

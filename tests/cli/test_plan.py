@@ -20,7 +20,8 @@ from vllm_omni_vae.config import VaeParallelMode
 from vllm_omni_vae.errors import RankError, UnsupportedError
 
 SHARDS = ("spatial_shard_height", "spatial_shard_width", "spatial_shard_grid")
-ALL = ("direct", "tile", *SHARDS, "auto")
+SPLIT = "rank_split/2"
+ALL = ("direct", "tile", SPLIT, *SHARDS, "auto")
 FULL = ("plan", "wan2.1", "--height", "720", "--width", "1280", "--frames", "81", "--ranks", "8")
 SMALL = ("--height", "48", "--width", "64", "--frames", "5", "--ranks", "3")
 
@@ -177,7 +178,7 @@ def test_both_merges_of_tiles_side_by_side(capsys: pytest.CaptureFixture[str], c
     words = ("plan", checkpoint, *SMALL, *TILES, "--tile-merge", "blend", "sum")
     for name, operation in _json(capsys, *words)["operations"].items():
         rows = operation["strategies"]
-        assert tuple(rows) == ("direct", "tile", "tile/sum", *SHARDS, "auto")
+        assert tuple(rows) == ("direct", "tile", "tile/sum", SPLIT, *SHARDS, "auto")
         blended, summed = rows["tile"], rows["tile/sum"]
         assert (blended["decision"]["merge"], summed["decision"]["merge"]) == ("blend", "sum")
         assert (blended["reduced_bytes"], summed["messages"], summed["bytes"]) == (0, 0, 0)
@@ -190,10 +191,45 @@ def test_both_merges_of_tiles_side_by_side(capsys: pytest.CaptureFixture[str], c
     assert text.count("\ntile/sum ") == 4
 
 
+@pytest.mark.usefixtures("every_mode")
+def test_a_piece_for_each_rank_with_several_margins(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*FULL, "--operation", "encode", "--split-margin", "0", "2", "0")
+    encode = _json(capsys, *words)["operations"]["encode"]
+    rows = encode["strategies"]
+    assert tuple(rows) == ("direct", "tile", "rank_split/0", SPLIT, *SHARDS, "auto")
+    assert encode["exact_margin"] is None
+    for name, margin, coverage in (("rank_split/0", 0, 1.0), (SPLIT, 2, 1.1228)):
+        row = rows[name]
+        told = {part: row["decision"][part] for part in ("strategy", "margin", "grid", "tiles_per_rank")}
+        assert told == {"strategy": "rank_split", "margin": margin, "grid": [1, 2, 4], "tiles_per_rank": [1] * 8}
+        assert row["decision"]["coverage"] == coverage == round(row["coverage"], 4)
+        # Margins stay where they were made: what travels is 7 pieces of 32 channels of 21 x 45 x 40 latents.
+        assert (row["messages"], row["bytes"]) == (7, 7 * 32 * 21 * 45 * 40 * 2)
+        assert (sorted(row["parts"][0]["owners"]), row["parts"][0]["cols"][1]) == (list(range(8)), [320, 640])
+    assert rows["rank_split/0"]["peak_bytes"] < rows[SPLIT]["peak_bytes"] < rows["direct"]["peak_bytes"]
+
+
+def test_the_margin_that_is_exact_is_told_where_there_is_one(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, tmp_path: Path
+) -> None:
+    sizes = ("--height", "64", "--width", "128", "--frames", "1", "--ranks", "2", *TILES)
+    main(["plan", checkpoint, *sizes])
+    assert capsys.readouterr().out.count("\nrank_split is approximate with any margin: the network looks at the") == 2
+    config = dict(VAES["ltx-2.3"].layers) | {"_class_name": "AutoencoderKLLTX2Video"}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    index = {"_class_name": "LTX2Pipeline", "vae": ["diffusers", "AutoencoderKLLTX2Video"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    main(["plan", checkpoint, *sizes])
+    text = capsys.readouterr().out
+    for margin in (7, 8):
+        assert f"\nrank_split is approximate with a margin below {margin}, and un-tiled from there on" in text
+
+
 def test_tiles_that_cannot_be_summed_are_refused(
     capsys: pytest.CaptureFixture[str], checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DistributedAutoencoderKLWan, "tile_merge", lambda *_: None)
+    own = DistributedAutoencoderKLWan.tile_merge
+    monkeypatch.setattr(DistributedAutoencoderKLWan, "tile_merge", lambda *given: own(*given))
     words = ("plan", checkpoint, *SMALL, *TILES, "--operation", "decode", "--tile-merge", "sum")
     row = _json(capsys, *words)["operations"]["decode"]["strategies"]["tile/sum"]
     assert row["status"] == "refused"
@@ -239,6 +275,7 @@ def test_a_drawing_in_characters() -> None:
         (("--tile-size", "16x16"), "larger than the tile size"),
         (("--tile-size", "30x32", "--tile-stride", "24x24"), "tile size 30 is not a multiple"),
         (("--vae-tile-size", "wide"), "'wide' is no tile extent"),
+        (("--split-margin", "2", "-1"), "--split-margin is -1; it counts latent rows"),
         (("--tile-size", "32x32x8"), "is not tiled in time"),
         (("--dtype", "int8"), "invalid choice: 'int8'"),
         (("--operation", "all"), "invalid choice: 'all'"),

@@ -64,7 +64,11 @@ def test_every_promise_of_a_checkpoint(capsys: pytest.CaptureFixture[str], check
     assert (one["frames"], one["height"], one["width"]) == (9, 13 * 8, 17 * 8)
     for operation in one["operations"].values():
         arms = operation["arms"]
-        assert list(arms) == ["direct", "sequential_tiles", "tile", *SHARDS]
+        assert list(arms) == ["direct", "sequential_tiles", "tile", *SHARDS, "rank_split/2"]
+        split = arms["rank_split/2"]["comparison"]
+        assert (split["against"], split["promise"], split["error"], split["limit"]) == ("pieces", "holds", 0.0, 0.0)
+        assert min(split["to_untiled"]["max"], split["to_tiles"]["max"]) > 1e-4
+        assert arms["rank_split/2"]["decision"]["grid"] == [1, 1, 2]
         assert arms["tile"]["decision"]["grid"] == [1, 3, 4]
         told = {name: arms[name]["comparison"] for name in ("tile", *SHARDS)}
         assert {(name, told[name]["against"], told[name]["promise"]) for name in told} == {
@@ -92,6 +96,7 @@ def test_the_table_and_float64(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert len(rows) == 2
         assert all("<= 1e-12  holds" in row for row in rows)
     assert sum(line.startswith("tile ") and "tiles: 0 <= 0  holds" in line for line in lines) == 2
+    assert sum(line.startswith("rank_split/2 ") and "pieces: 0 <= 0  holds" in line for line in lines) == 2
 
 
 def test_a_decoder_that_wants_a_timestep_gets_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -103,7 +108,7 @@ def test_a_decoder_that_wants_a_timestep_gets_one(capsys: pytest.CaptureFixture[
     assert found["broken"] == []
     for operation in found["autoencoders"][0]["operations"].values():
         arms = operation["arms"]
-        assert list(arms) == ["direct", "sequential_tiles", "tile", "tile/sum", *SHARDS]
+        assert list(arms) == ["direct", "sequential_tiles", "tile", "tile/sum", *SHARDS, "rank_split/2"]
         told = {name: arms[name]["comparison"] for name in ("tile", "tile/sum", *SHARDS)}
         assert {comparison["promise"] for comparison in told.values()} == {"holds"}
         assert (told["tile"]["error"], told["tile"]["limit"]) == (0.0, 0.0)

@@ -16,7 +16,7 @@ from diffusers import (
 )
 
 from vllm_omni_vae.autoencoders import Decision, Operation, ParallelState, distributed_class
-from vllm_omni_vae.config import VaeParallelMode, VaeTileMerge
+from vllm_omni_vae.config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
 from vllm_omni_vae.distributed import LocalCommunicator, LocalWorld, VaeGroups
 from vllm_omni_vae.tiny.common import randomize
 from vllm_omni_vae.tiny.ltx2 import DECODER_2_3
@@ -263,6 +263,7 @@ def on_ranks(
     *,
     mode: VaeParallelMode = VaeParallelMode.TILE,
     merge: VaeTileMerge = VaeTileMerge.BLEND,
+    splits: VaeSplits = IN_TILES,
     workers: tuple[int, ...] = (),
     output: int = 0,
     broadcast: bool = False,
@@ -278,7 +279,7 @@ def on_ranks(
         mine = copy.deepcopy(vae)
         mine.__class__ = kind or distributed_class(vae)
         groups = local_groups(comm, workers, output, work_world)
-        mine._vae_parallel = ParallelState(groups, mode, broadcast, merge=merge)
+        mine._vae_parallel = ParallelState(groups, mode, broadcast, merge=merge, splits=splits)
         with torch.no_grad():
             return call(mine, comm.rank)
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_omni_vae.config import VaeParallelMode, VaeTileMerge
+from vllm_omni_vae.config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
 from vllm_omni_vae.measure.arms import Arm, Kind, arms_of
 from vllm_omni_vae.measure.messages import ArmSeen, Comparison, Difference, RankSeen, Work
 from vllm_omni_vae.measure.result import OperationResult, gather_arms
@@ -49,6 +49,13 @@ def test_each_merge_of_tiles_is_an_arm() -> None:
     arms = arms_of([TILE, WIDTH], bounds=False, merges=list(VaeTileMerge))
     assert [arm.name for arm in arms[2:]] == ["tile", "tile/sum", "spatial_shard_width"]
     assert [arm.title for arm in arms[2:]] == ["tile", "tile/sum", "spatial_shard_width"]
+
+
+def test_each_margin_of_pieces_is_an_arm_that_takes_the_place_of_tiles() -> None:
+    arms = arms_of([TILE, WIDTH], bounds=True, margins=[0, 2])
+    assert [arm.name for arm in arms[-2:]] == [arm.title for arm in arms[-2:]] == ["rank_split/0", "rank_split/2"]
+    assert [arm.strategy for arm in arms[2:]] == ["tile", *["spatial_shard_width"] * 2, *["rank_split"] * 2]
+    assert [arm.splits for arm in arms[-3:]] == [IN_TILES, VaeSplits(0, 0), VaeSplits(2, 2)]
 
 
 def test_two_ranks_are_one_result() -> None:

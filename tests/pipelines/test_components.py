@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.helpers.vaes import on_ranks, tiny_vae
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLWan
-from vllm_omni_vae.config import DiffusionParallelConfig, VaeConfig, VaeTileMerge
+from vllm_omni_vae.config import DiffusionParallelConfig, VaeConfig, VaeSplits, VaeTileMerge
 from vllm_omni_vae.distributed import NullCommunicator, VaeGroups
 from vllm_omni_vae.errors import ConfigurationError, GeometryError, UnsupportedError
 from vllm_omni_vae.pipelines.components import distribute_vaes, find_vaes, repeated, self_test, set_up_vae
@@ -216,6 +216,15 @@ def test_a_falling_back_size_is_reported_as_it_is() -> None:
     parallel = DiffusionParallelConfig(vae_patch_parallel_size=4, num_gpus=2)
     (report,) = distribute_vaes({"vae": wan_vae()}, VaeConfig(), parallel)
     assert report.detail == "tile on 2 ranks"
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_splits_reach_the_autoencoder_and_the_report() -> None:
+    vae = wan_vae()
+    parallel = DiffusionParallelConfig(vae_patch_parallel_size=2, vae_encode_split="rank")  # type: ignore[arg-type]
+    (report,) = distribute_vaes({"vae": vae}, VaeConfig(), parallel)
+    assert report.detail == "tile on 2 ranks, encode split by rank, margin 2"
+    assert vae.parallel_state.splits == VaeSplits(encode=2)
 
 
 @pytest.mark.usefixtures("two_ranks")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..config import VaeParallelMode, VaeTileMerge
+from ..config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
 from ..distributed import NullCommunicator, Traffic, VaeGroups, agree_on, fingerprint
 from ..errors import GeometryError
 from .policy import Decision, Strategy
@@ -33,23 +33,25 @@ _ROUNDING = 0.25
 class Comparison:
     """How far a strategy is from what it promises to equal, and how far it may be. The same on every rank.
 
-    Tiles must be those of one rank bit for bit. Summed, they may be off by eight epsilons of the largest value: that is
-    what the order of the additions explains, and at most 1.6 were found on any grid, in any type. A shard must be as
-    near to the exact result as the un-tiled run of one rank is, give or take a factor of four: both are compared with a
-    run of the same weights on the same input in float64, by the root of the mean square of the difference over that of
-    the exact result. This one rule judges every type and machine. A fixed limit to the un-tiled result could not: how
-    much the order of a sum matters depends on the network's depth and weights and on kernels (convolutions of float32
-    may use TF32, on one rank too), so that it would refuse what is right or pass what is wrong. Of every family, shards
-    were found at most 1.8 times as far off as un-tiled in float32 and 1.3 times in half types, and with halos of zeros
-    at least 4.8e5 and 29 times. Only float64 has nothing more exact to be compared with: its limit is 1e-12 of the
-    largest value.
+    Tiles must be those of one rank bit for bit, and pieces of a rank split those that one rank makes of the same pieces
+    one after the other; how far pieces are from anything else is not promised. Summed, they may be off by eight
+    epsilons of the largest value: that is what the order of the additions explains, and at most 1.6 were found on any
+    grid, in any type. A shard must be as near to the exact result as the un-tiled run of one rank is, give or take a
+    factor of four: both are compared with a run of the same weights on the same input in float64, by the root of the
+    mean square of the difference over that of the exact result. This one rule judges every type and machine. A fixed
+    limit to the un-tiled result could not: how much the order of a sum matters depends on the network's depth and
+    weights and on kernels (convolutions of float32 may use TF32, on one rank too), so that it would refuse what is
+    right or pass what is wrong. Of every family, shards were found at most 1.8 times as far off as un-tiled in float32
+    and 1.3 times in half types, and with halos of zeros at least 4.8e5 and 29 times. Only float64 has nothing more
+    exact to be compared with: its limit is 1e-12 of the largest value.
 
     Attributes:
         decision: What ran.
         shape: Shape of the public input.
         dtype: Of weights and input.
         max_difference, mean_difference: Of absolute values, to what the promise names: diffusers' own tiles one after
-            the other on one rank for tiles (or ours, where its own are wrong), its un-tiled result for anything else.
+            the other on one rank for tiles (or ours, where its own are wrong), the same pieces on one rank for a rank
+            split, its un-tiled result for anything else.
         scaled_difference: The largest difference over the largest value of that.
         error: What is judged: the scaled difference, or a shard's root mean square error against float64.
         limit: The most that `error` may be.
@@ -76,6 +78,7 @@ def compare(
     shape: tuple[int, ...],
     mode: VaeParallelMode,
     arguments: Mapping[str, Any] | None = None,
+    splits: VaeSplits = IN_TILES,
 ) -> Comparison:
     """Collective over all ranks that call ``vae``. Run ``mode`` on noise of ``shape`` and compare on the output rank.
 
@@ -87,6 +90,7 @@ def compare(
         operation, shape: What to run, ``shape`` as the public method takes it.
         mode: How; the mode that is set is not looked at.
         arguments: Further arguments of the public method. Default: those that this autoencoder cannot do without.
+        splits: Which operations are split by rank; those that are set are not looked at.
 
     Raises:
         RankError, DisagreementError: a rank failed, or ranks came to different results; on every rank alike.
@@ -97,7 +101,7 @@ def compare(
     facts: dict[str, object] = {"decision": None, "result": None}
     error: Exception | None = None
     with left_alone(vae):
-        trial = Trial(state, mode)
+        trial = Trial(state, mode, splits)
         x = noise(operation, shape, vae)
         given = needed_arguments(vae, operation, x) if arguments is None else arguments
         try:
@@ -178,9 +182,20 @@ def run_alone(
     return vae.spec.finish_tiles(vae, made) if tiled and operation is Operation.DECODE else made
 
 
-def _on_one_rank() -> ParallelState:
+def run_pieces_alone(
+    vae: Any, operation: Operation, x: torch.Tensor, arguments: Mapping[str, Any], decision: Decision
+) -> torch.Tensor:
+    """What this rank makes of the pieces of ``decision``, one after the other. As `run_alone` otherwise."""
+    vae._vae_parallel = _on_one_rank(VaeSplits(**{operation.value: decision.margin}), sum(decision.tiles_per_rank))
+    return run(vae, operation, x, arguments)
+
+
+def _on_one_rank(splits: VaeSplits = IN_TILES, pieces: int = 1) -> ParallelState:
     comm = NullCommunicator(0, 1)
-    return Trial(ParallelState(VaeGroups(comm, comm, (0,)), VaeParallelMode.TILE, False), VaeParallelMode.TILE)
+    state = ParallelState(VaeGroups(comm, comm, (0,)), VaeParallelMode.TILE, False)
+    alone = Trial(state, VaeParallelMode.TILE, splits)
+    alone.pieces = pieces
+    return alone
 
 
 def run_exactly(vae: Any, operation: Operation, x: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
@@ -209,9 +224,10 @@ class _Drawing(TorchFunctionMode):
 class Trial(ParallelState):
     """The ranks and settings of another state in a mode of its own; decisions are kept and not logged."""
 
-    def __init__(self, state: ParallelState, mode: VaeParallelMode):
-        super().__init__(state.groups, mode, state.broadcast_decode, merge=state.merge)
+    def __init__(self, state: ParallelState, mode: VaeParallelMode, splits: VaeSplits = IN_TILES):
+        super().__init__(state.groups, mode, state.broadcast_decode, merge=state.merge, splits=splits)
         self.chunk = state.chunk
+        self.retry_in_tiles = False
         self.decisions: list[Decision] = []
 
     def note(self, decision: Decision) -> None:
@@ -227,7 +243,10 @@ def _figures(
     result: torch.Tensor,
 ) -> list[float]:
     """The numbers of a `Comparison`, in their order."""
-    alone = run_alone(vae, operation, x, arguments, tiled=decision.strategy is Strategy.TILE)
+    if decision.strategy is Strategy.RANK_SPLIT:
+        alone = run_pieces_alone(vae, operation, x, arguments, decision)
+    else:
+        alone = run_alone(vae, operation, x, arguments, tiled=decision.strategy is Strategy.TILE)
     if result.shape != alone.shape:
         raise GeometryError(
             f"{decision.strategy} makes {tuple(result.shape)} where one rank makes {tuple(alone.shape)}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import VaeParallelMode, VaeTileMerge
+from ..config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
 from ..distributed import VaeGroups
 from ..errors import GeometryError
 from ..geometry import Partition, RankGrid, TileGrid, deal
@@ -123,29 +123,44 @@ class Forecaster:
         use = self._run(None, 0, 1, self._memo)
         return Forecast(decision, whole_cost(self.seen, 1, self.shape[0]), (use,))
 
-    def decide(self, mode: VaeParallelMode, ranks: int, merge: VaeTileMerge = VaeTileMerge.BLEND) -> Decision:
-        """What the autoencoder would do with ``mode`` and ``merge`` on ``ranks`` ranks."""
-        state = _state(CountingCommunicator(0, ranks), mode, self.chunk, merge)
+    def decide(
+        self,
+        mode: VaeParallelMode,
+        ranks: int,
+        merge: VaeTileMerge = VaeTileMerge.BLEND,
+        splits: VaeSplits = IN_TILES,
+    ) -> Decision:
+        """What the autoencoder would do with ``mode``, ``merge`` and ``splits`` on ``ranks`` ranks."""
+        state = _state(CountingCommunicator(0, ranks), mode, self.chunk, merge, splits)
         tiled = self.spec.is_tiled(self.vae, self.operation, self.shape)
         decision: Decision = self.vae.decide(state, self.operation, self.seen if tiled else None, self.shape[0])
         return decision
 
-    def forecast(self, mode: VaeParallelMode, ranks: int, merge: VaeTileMerge = VaeTileMerge.BLEND) -> Forecast:
+    def forecast(
+        self,
+        mode: VaeParallelMode,
+        ranks: int,
+        merge: VaeTileMerge = VaeTileMerge.BLEND,
+        splits: VaeSplits = IN_TILES,
+    ) -> Forecast:
         """``mode`` on ``ranks`` ranks, of which the first owns the result. Modes that do the same are counted once."""
-        decision = self.decide(mode, ranks, merge)
-        what = (ranks, decision.strategy, decision.rank_grid, decision.chunk, decision.merge)
+        decision = self.decide(mode, ranks, merge, splits)
+        what = (ranks, decision.strategy, decision.rank_grid, decision.chunk, decision.merge, decision.margin)
         if what not in self._known:
             if decision.sharded:
                 self._known[what] = self._sharded(decision, mode, ranks)
-            elif decision.strategy is Strategy.TILE:
-                self._known[what] = self._tiled(mode, ranks, merge)
+            elif decision.tiles_per_rank:
+                self._known[what] = self._tiled(decision, mode, splits)
             else:
                 self._known[what] = self._whole(mode, ranks)
         return Forecast(decision, *self._known[what])
 
-    def grid(self) -> TileGrid:
-        """The request's tiles."""
-        return self.spec.grid(self.vae, self.operation, self.seen)
+    def grid(self, decision: Decision) -> TileGrid:
+        """The tiles, or pieces, of a decision that has them."""
+        if decision.margin is None:
+            return self.spec.grid(self.vae, self.operation, self.seen)
+        count = sum(decision.tiles_per_rank)
+        return self.spec.pieces(self.vae, self.operation, self.seen, count, decision.margin)
 
     def layout(self, decision: Decision, rank: int) -> ShardLayout:
         """Which latents ``rank`` holds of a sharded decision."""
@@ -156,8 +171,8 @@ class Forecaster:
     def _whole(self, mode: VaeParallelMode, ranks: int) -> tuple[Cost, tuple[RankUse, ...]]:
         return whole_cost(self.seen, ranks, self.shape[0]), self._uses([None] * ranks, mode)
 
-    def _tiled(self, mode: VaeParallelMode, ranks: int, merge: VaeTileMerge) -> tuple[Cost, tuple[RankUse, ...]]:
-        grid = self.grid()
+    def _tiled(self, decision: Decision, mode: VaeParallelMode, splits: VaeSplits) -> tuple[Cost, tuple[RankUse, ...]]:
+        grid, ranks, merge = self.grid(decision), len(decision.tiles_per_rank), decision.merge
         assignment = deal([grid.workload(coord) for coord in grid.coords()], ranks)
         cost = tile_cost(
             grid,
@@ -170,7 +185,7 @@ class Forecaster:
         )
         cells = [tuple(w.stop - w.start for w in grid.cell(coord)) for coord in grid.coords()]
         kinds = [(rank == 0, tuple(cells[task] for task in assignment.tasks_of(rank))) for rank in range(ranks)]
-        return cost, self._uses(kinds, mode, merge=merge)
+        return cost, self._uses(kinds, mode, merge=merge, splits=splits)
 
     def _sharded(self, decision: Decision, mode: VaeParallelMode, ranks: int) -> tuple[Cost, tuple[RankUse, ...]]:
         layouts = [self.layout(decision, rank) for rank in range(ranks)]
@@ -194,13 +209,14 @@ class Forecaster:
         mode: VaeParallelMode,
         sends: bool = False,
         merge: VaeTileMerge = VaeTileMerge.BLEND,
+        splits: VaeSplits = IN_TILES,
     ) -> tuple[RankUse, ...]:
         """Run one rank of each kind; network calls that send nothing are the same on all of them."""
         found: dict[Any, RankUse] = {}
         for rank, kind in enumerate(kinds):
             if kind not in found:
                 memo = self._memo.elsewhere() if sends else self._memo
-                found[kind] = self._run(mode, rank, len(kinds), memo, merge)
+                found[kind] = self._run(mode, rank, len(kinds), memo, merge, splits)
         return tuple(found[kind] for kind in kinds)
 
     def _run(
@@ -210,9 +226,10 @@ class Forecaster:
         ranks: int,
         memo: Memo,
         merge: VaeTileMerge = VaeTileMerge.BLEND,
+        splits: VaeSplits = IN_TILES,
     ) -> RankUse:
         comm = CountingCommunicator(rank, ranks)
-        return run_rank(self.vae, self.operation, self.shape, mode, comm, memo, self.chunk, merge)
+        return run_rank(self.vae, self.operation, self.shape, mode, comm, memo, self.chunk, merge, splits)
 
 
 def run_rank(
@@ -224,6 +241,7 @@ def run_rank(
     memo: Memo | None,
     chunk: int | None = None,
     merge: VaeTileMerge = VaeTileMerge.BLEND,
+    splits: VaeSplits = IN_TILES,
 ) -> RankUse:
     """Encode or decode as one rank, and count.
 
@@ -235,9 +253,10 @@ def run_rank(
         memo: What was seen on an equal rank, and where more is noted; None: run everything.
         chunk: Latent frames at a time of a shard; None: as the autoencoder decides.
         merge: How tiles become one.
+        splits: Which operations are split by rank.
     """
     before = switches(vae) | {"_vae_parallel": vae._vae_parallel}
-    vae._vae_parallel = None if mode is None else _state(comm, mode, chunk, merge)
+    vae._vae_parallel = None if mode is None else _state(comm, mode, chunk, merge, splits)
     if mode is None:
         vae.spec.leave_whole(vae)
     else:
@@ -274,7 +293,9 @@ class _Unheard(ParallelState):
         return
 
 
-def _state(comm: CountingCommunicator, mode: VaeParallelMode, chunk: int | None, merge: VaeTileMerge) -> ParallelState:
-    state = _Unheard(VaeGroups(comm, comm, tuple(range(comm.size))), mode, False, merge=merge)
+def _state(
+    comm: CountingCommunicator, mode: VaeParallelMode, chunk: int | None, merge: VaeTileMerge, splits: VaeSplits
+) -> ParallelState:
+    state = _Unheard(VaeGroups(comm, comm, tuple(range(comm.size))), mode, False, merge=merge, splits=splits)
     state.chunk = chunk
     return state

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..config import VaeParallelMode, VaeTileMerge
+from ..config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
 from ..errors import ConfigurationError, UnsupportedError
+from .checks import check_merge, check_mode, check_splits
 from .flux2 import DistributedAutoencoderKLFlux2
 from .kl import DistributedAutoencoderKL
 from .ltx2 import DistributedAutoencoderKLLTX2Video
 from .ltx2_diffusion import DistributedLTX2VideoDiffusionDecoderModel
-from .mixin import DistributedVaeMixin, check_merge, check_mode
+from .mixin import DistributedVaeMixin
 from .qwen_image import DistributedAutoencoderKLQwenImage, DistributedAutoencoderKLQwenImage21
 from .untiled import untiled_class
 from .untiled_classes import CLASSES
@@ -56,6 +57,7 @@ def distribute(
     size: int,
     mode: str | VaeParallelMode = VaeParallelMode.TILE,
     merge: str | VaeTileMerge = VaeTileMerge.BLEND,
+    splits: VaeSplits = IN_TILES,
     group: dist.ProcessGroup | Sequence[int] | None = None,
     output_rank: int = 0,
     broadcast_result: bool | None = None,
@@ -76,6 +78,8 @@ def distribute(
         size: Ranks that share the work. More than there are fall back to all of them, with one warning.
         mode: ``tile`` or another `VaeParallelMode` that the family has.
         merge: ``blend`` or ``sum``, a `VaeTileMerge`: how tiles become one result.
+        splits: Which operations are split by rank instead of in tiles, and with how much context. The environment is
+            not asked here.
         group: None: the first ``size`` ranks of the world. A process group: its first ``size`` ranks, only its members
             call. A sequence of global ranks: these work and every rank of the world calls.
         output_rank: Rank, within the working ranks, that owns decoded samples.
@@ -86,7 +90,7 @@ def distribute(
         ``vae`` itself.
 
     Raises:
-        UnsupportedError: the family is not known, does not have the mode, or cannot sum its tiles.
+        UnsupportedError: the family is not known, does not have the mode, or cannot sum its tiles or be split.
         ConfigurationError: the size or the ranks cannot be used, or torch.distributed is not initialised.
     """
     family = distributed_class(vae) or untiled_class(vae)
@@ -99,6 +103,7 @@ def distribute(
     mode, merge = VaeParallelMode.parse(mode), VaeTileMerge.parse(merge)
     check_mode(family.spec, mode)
     check_merge(family, merge)
+    check_splits(family.spec, splits)
     if size < 1:
         raise ConfigurationError(f"VAE parallel size is {size}; it counts ranks and must be at least 1")
     if size == 1:
@@ -110,6 +115,7 @@ def distribute(
             size,
             mode=mode,
             merge=merge,
+            splits=splits,
             group=group,
             output_rank=output_rank,
             broadcast_result=broadcast_result,

@@ -134,7 +134,7 @@ class Ltx2Spec(FamilySpec):
             )
 
     def check_tiles(self, vae: Vae, operation: Operation) -> None:
-        """Refuse what tiles on several ranks cannot do as one rank does.
+        """Refuse what tiles, or pieces, on several ranks cannot do as one rank does.
 
         Raises:
             UnsupportedError: says what can.
@@ -311,10 +311,15 @@ class DistributedAutoencoderKLLTX2Video(DistributedVaeMixin, AutoencoderKLLTX2Vi
         return DecoderOutput(sample=sample) if return_dict else (sample,)
 
     def decide(
-        self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None, batch: int = 1
+        self,
+        state: ParallelState,
+        operation: Operation,
+        seen: tuple[int, int, int] | None,
+        batch: int = 1,
+        mode: VaeParallelMode | None = None,
     ) -> Decision:
-        decision = super().decide(state, operation, seen, batch)
-        if seen is not None and decision.strategy is Strategy.TILE:
+        decision = super().decide(state, operation, seen, batch, mode)
+        if decision.strategy in (Strategy.TILE, Strategy.RANK_SPLIT):
             self.spec.check_tiles(self, operation)
         return decision
 

@@ -45,6 +45,10 @@ class Ltx2DiffusionSpec(FamilySpec):
     name = "LTX2VideoDiffusionDecoderModel"
     modes = frozenset(VaeParallelMode)
     operations = (Operation.DECODE,)
+    no_pieces = (
+        "its first stages take all latents on every rank, and it denoises with noise and angles that belong to places "
+        "of the whole picture"
+    )
 
     @property
     def base_class(self) -> type:
@@ -295,7 +299,7 @@ class DistributedLTX2VideoDiffusionDecoderModel(DistributedVaeMixin, LTX2VideoDi
         return self.spec.decode_tile(self, cells, CallOptions(arguments=arguments))
 
     @contextlib.contextmanager
-    def _operator(
+    def operator(
         self, operation: Operation, x: torch.Tensor, arguments: dict[str, Any]
     ) -> Iterator[DistributedOperator]:
         steps = _steps(self, arguments)

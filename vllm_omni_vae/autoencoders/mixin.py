@@ -4,27 +4,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-from ..config import VaeParallelMode, VaeTileMerge
+from ..config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
 from ..distributed import VaeGroups, agree_on
-from ..errors import ConfigurationError, UnsupportedError
+from ..errors import ConfigurationError
+from ..geometry import TileGrid
 from ..tiling import DistributedOperator, GridSpec, TileTask, merge_tiles
-from .arguments import call_facts
-from .memory import agreed_budget, within_budget
-from .policy import Decision, select_strategy
-from .sharded import run_sharded
-from .spec import CallOptions, FamilySpec, Operation, output_dtype
+from .checks import check_merge, check_mode, check_splits, say_splits
+from .deciding import decide
+from .memory import agreed_budget
+from .policy import Decision
+from .shared_call import run_shared
+from .spec import Between, CallOptions, FamilySpec, Operation, ignore, output_dtype
 from .state import ParallelState
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class DistributedVaeMixin:
         *,
         mode: str | VaeParallelMode = VaeParallelMode.TILE,
         merge: str | VaeTileMerge = VaeTileMerge.BLEND,
+        splits: VaeSplits = IN_TILES,
     ) -> None:
         """Collective. Share the work among all ranks of ``group`` (default: the world)."""
         import torch.distributed as dist
@@ -76,7 +77,7 @@ class DistributedVaeMixin:
         if not dist.is_initialized():
             raise ConfigurationError("init_distributed needs torch.distributed; call init_process_group first")
         size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup | None) else len(group)
-        self.set_parallel_size(size, mode=mode, merge=merge, group=group)
+        self.set_parallel_size(size, mode=mode, merge=merge, splits=splits, group=group)
 
     def set_parallel_size(
         self,
@@ -84,6 +85,7 @@ class DistributedVaeMixin:
         *,
         mode: str | VaeParallelMode = VaeParallelMode.TILE,
         merge: str | VaeTileMerge = VaeTileMerge.BLEND,
+        splits: VaeSplits = IN_TILES,
         group: dist.ProcessGroup | Sequence[int] | None = None,
         output_rank: int = 0,
         broadcast_result: bool | None = None,
@@ -97,6 +99,7 @@ class DistributedVaeMixin:
             size: Ranks that share the work.
             mode: A `VaeParallelMode` or its text.
             merge: A `VaeTileMerge` or its text: how tiles become one result.
+            splits: Which operations are split by rank instead of in tiles.
             group: Where these ranks are; see `VaeGroups.create`.
             output_rank: Rank within them that owns decoded samples.
             broadcast_result: Give decoded samples to every calling rank. Default: no.
@@ -104,11 +107,13 @@ class DistributedVaeMixin:
 
         Raises:
             ConfigurationError: a size below 1, an unknown mode or merge, or ranks that do not exist.
-            UnsupportedError: a mode that the family does not have, or tiles that it cannot sum.
+            UnsupportedError: a mode that the family does not have, tiles that it cannot sum, or a split that it cannot
+                do.
         """
         mode, merge = VaeParallelMode.parse(mode), VaeTileMerge.parse(merge)
         check_mode(self.spec, mode)
         check_merge(type(self), merge)
+        check_splits(self.spec, splits)
         if size < 1:
             raise ConfigurationError(f"VAE parallel size is {size}; it counts ranks and must be at least 1")
         if size == 1:
@@ -124,11 +129,13 @@ class DistributedVaeMixin:
             groups = VaeGroups.create(size, group, output_rank, timeout)
             budget = agreed_budget(groups, self.device)
         alone = len(groups.workers) == 1
-        state = ParallelState(groups, mode, bool(broadcast_result), placement, budget, merge)
+        state = ParallelState(groups, mode, bool(broadcast_result), placement, budget, merge, splits)
         self._vae_parallel = None if alone else state
         if not alone and VaeParallelMode.TILE in self.spec.modes and not self.use_tiling:
             self.enable_tiling()
             logger.info("VAE tiling is switched on: %d ranks share %s", len(groups.workers), self.spec.name)
+        if not alone and state.is_output_rank:
+            say_splits(self.spec, mode, splits)
 
     def is_distributed_enabled(self) -> bool:
         """Whether encode and decode are shared among ranks."""
@@ -209,17 +216,17 @@ class DistributedVaeMixin:
 
     def run_tiles_alone(self, operation: Operation, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """What `encode_shared` and `decode_shared` make of ``x``, on this rank and without communication."""
-        with self._operator(operation, x, arguments) as operator:
+        with self.operator(operation, x, arguments) as operator:
             tasks, grid = operator.split(x)
             return operator.merge({task.grid_coord: operator.exec(task) for task in tasks}, grid)
 
     def tile_split(self, z: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut latents into tiles whose output shapes are known beforehand."""
-        return self._split(z, Operation.DECODE)
+        return self.cut(z, Operation.DECODE)
 
-    def tile_exec(self, task: TileTask, **arguments: Any) -> torch.Tensor:
+    def tile_exec(self, task: TileTask, *, between: Between = ignore, **arguments: Any) -> torch.Tensor:
         """Decode one tile."""
-        return self.spec.decode_tile(self, task.tensor, CallOptions(arguments=arguments))
+        return self.spec.decode_tile(self, task.tensor, CallOptions(between=between, arguments=arguments))
 
     def tile_merge(self, tiles: Mapping[tuple[int, ...], torch.Tensor], grid_spec: GridSpec) -> torch.Tensor:
         """Blend decoded tiles and finish as un-tiled decode does."""
@@ -231,11 +238,11 @@ class DistributedVaeMixin:
 
     def encode_tile_split(self, x: torch.Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut pixels into tiles whose output shapes are known beforehand."""
-        return self._split(x, Operation.ENCODE)
+        return self.cut(x, Operation.ENCODE)
 
-    def encode_tile_exec(self, task: TileTask, **arguments: Any) -> torch.Tensor:
+    def encode_tile_exec(self, task: TileTask, *, between: Between = ignore, **arguments: Any) -> torch.Tensor:
         """Encode one tile to moments."""
-        return self.spec.encode_tile(self, task.tensor, CallOptions(arguments=arguments))
+        return self.spec.encode_tile(self, task.tensor, CallOptions(between=between, arguments=arguments))
 
     def encode_tile_merge(self, tiles: Mapping[tuple[int, ...], torch.Tensor], grid_spec: GridSpec) -> torch.Tensor:
         """Blend the moments of all tiles."""
@@ -247,9 +254,12 @@ class DistributedVaeMixin:
         config["_class_name"] = self.spec.base_class.__name__
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
-    def _split(self, x: torch.Tensor, operation: Operation) -> tuple[list[TileTask], GridSpec]:
+    def cut(
+        self, x: torch.Tensor, operation: Operation, grid: TileGrid | None = None
+    ) -> tuple[list[TileTask], GridSpec]:
+        """Tasks for every window of ``grid`` over ``x`` as the tiled function sees it; default: the tiles."""
         spec = self.spec
-        grid = spec.grid(self, operation, spec.extents(x.shape))
+        grid = grid or spec.grid(self, operation, spec.extents(x.shape))
         batch, channels = x.shape[0], spec.channels(self, operation)
         tasks = []
         for tile_id, coord in enumerate(grid.coords()):
@@ -262,23 +272,10 @@ class DistributedVaeMixin:
     def _execute(self, operation: Operation, x: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor | None:
         state = self._vae_parallel
         assert state is not None
-        if state.rendezvous:
-            x, arguments = state.rendezvous.announce(operation, x, arguments)
-        broadcast = operation is Operation.ENCODE or state.broadcast_decode
-        decision = self.decide(state, operation, self.spec.extents(x.shape), x.shape[0])
-        draws = self.spec.draws(self, operation) and arguments.get("generator") is None
-        facts = call_facts(operation.value, self.dtype, (), arguments, x.device if draws else None)
-        if decision.sharded:
-            options = CallOptions(decision.chunk, state.between, arguments)
-            return run_sharded(
-                state.groups, self.spec, self, operation, x, decision, broadcast=broadcast, facts=facts, options=options
-            )
-        with self._operator(operation, x, arguments) as operator:
-            operator = dataclasses.replace(operator, merging=decision.merge)
-            return state.executor.execute(x, operator, broadcast_result=broadcast, facts=lambda: facts)
+        return run_shared(self, state, operation, x, arguments)
 
     @contextlib.contextmanager
-    def _operator(
+    def operator(
         self, operation: Operation, x: torch.Tensor, arguments: dict[str, Any]
     ) -> Iterator[DistributedOperator]:
         """The tiled operation of one call, on every rank that calls; left when that call is over."""
@@ -290,43 +287,23 @@ class DistributedVaeMixin:
             yield DistributedOperator(self.tile_split, run, self.tile_merge, finish=self.tile_finish)
 
     def decide(
-        self, state: ParallelState, operation: Operation, seen: tuple[int, int, int] | None, batch: int = 1
+        self,
+        state: ParallelState,
+        operation: Operation,
+        seen: tuple[int, int, int] | None,
+        batch: int = 1,
+        mode: VaeParallelMode | None = None,
     ) -> Decision:
-        """The strategy for extents ``seen`` by the tiled function; None where diffusers does not tile."""
-        if seen is None:
-            untiled = "not larger than one tile" if self.use_tiling else "tiling is switched off"
-            return select_strategy(operation, state.mode, None, state.size, untiled=untiled)
-        tiles = self.spec.grid(self, operation, seen)
+        """The strategy for extents ``seen`` by the tiled function, None where diffusers does not tile.
 
-        def select(refusal: str = "") -> Decision:
-            return select_strategy(
-                operation,
-                state.mode,
-                tiles,
-                state.size,
-                latents=self.spec.latents(self, operation, seen[1:]),
-                can_shard=VaeParallelMode.SPATIAL_SHARD_GRID in self.spec.modes,
-                chunked=self.spec.chunked,
-                refusal=refusal,
-                thinnest=self.spec.least_latents(self, operation)[1:],
-            )
-
-        decision = select()
-        if not decision.sharded:
-            return self._with_merge(decision, state, seen, batch)
-        if state.chunk is not None:
-            return dataclasses.replace(decision, chunk=state.chunk)
-        if state.budget is None:
-            return decision
-        shape = self.spec.seen_shape(self, operation, seen, batch)
-        return within_budget(self, state, state.budget, decision, shape, select)
-
-    def _with_merge(self, decision: Decision, state: ParallelState, seen: tuple[int, int, int], batch: int) -> Decision:
-        if state.merge is VaeTileMerge.BLEND:
-            return decision
-        spec, operation = self.spec, decision.operation
-        whole = spec.shape(batch, spec.channels(self, operation), spec.grid(self, operation, seen).out_extents)
-        return dataclasses.replace(decision, merge=state.merge, sent_bytes=prod(whole) * self.dtype.itemsize)
+        Args:
+            state: How the work is shared.
+            operation: What runs.
+            seen: (T, H, W).
+            batch: Items that the tiled function gets at once.
+            mode: Another mode than the one that is set, and no split by rank.
+        """
+        return decide(self, state, operation, seen, batch, mode)
 
     def _choose(
         self,
@@ -364,36 +341,3 @@ class DistributedVaeMixin:
             except BaseException:
                 self.spec.reset(self)
                 raise
-
-
-def check_mode(spec: FamilySpec, mode: VaeParallelMode) -> None:
-    """Refuse a mode that the family does not have.
-
-    Raises:
-        UnsupportedError: names the modes it has.
-    """
-    if mode not in spec.modes:
-        raise UnsupportedError(
-            f"{spec.name} cannot run vae_parallel_mode {mode.value}; "
-            f"it has {', '.join(m for m in VaeParallelMode if m in spec.modes)}"
-        )
-
-
-def check_merge(kind: type[DistributedVaeMixin], merge: VaeTileMerge) -> None:
-    """Refuse to sum tiles where that would leave out what ``kind`` does when it merges them.
-
-    Raises:
-        UnsupportedError: it has no tiles, or a merge of its own.
-    """
-    if merge is VaeTileMerge.BLEND:
-        return
-    if VaeParallelMode.TILE not in kind.spec.modes:
-        raise UnsupportedError(
-            f"{kind.spec.name} is not shared in tiles, so vae_tile_merge {merge} does nothing for it"
-        )
-    for name in ("tile_merge", "encode_tile_merge"):
-        if getattr(kind, name) is not getattr(DistributedVaeMixin, name):
-            raise UnsupportedError(
-                f"{kind.__name__} merges tiles by its own {name}, which vae_tile_merge {merge} would not call; take "
-                f"{VaeTileMerge.BLEND}"
-            )

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..config import VaeParallelMode, VaeTileMerge
-from ..geometry import RankGrid, TileGrid, deal
+from ..geometry import Partition, RankGrid, TileGrid, deal
 from .spec import Operation
 
 
@@ -17,6 +17,7 @@ class Strategy(StrEnum):
 
     DIRECT = "direct"
     TILE = "tile"
+    RANK_SPLIT = "rank_split"
     SPATIAL_SHARD_HEIGHT = "spatial_shard_height"
     SPATIAL_SHARD_WIDTH = "spatial_shard_width"
     SPATIAL_SHARD_GRID = "spatial_shard_grid"
@@ -31,10 +32,10 @@ class Decision:
         strategy: What runs.
         reason: Why, in words.
         fallback: A forced mode could not be had, for the reason given.
-        grid: Tiles along time, height and width; all 1 unless tiles run.
-        tiles_per_rank: Tiles that each VAE rank runs; empty unless tiles run.
+        grid: Tiles along time, height and width, or pieces of a rank split; all 1 unless either runs.
+        tiles_per_rank: Tiles, or pieces, that each VAE rank runs; empty unless either runs.
         imbalance: Load of the busiest rank over the mean.
-        coverage: Input volume of all tiles over that of the whole; above 1 is redundant work.
+        coverage: Input volume of all tiles or pieces over that of the whole; above 1 is redundant work.
         rank_grid: Rows and columns of ranks that one feature map is spread over.
         chunk: Latent frames that a sharded network takes at a time after the first.
         peak_bytes: Bytes of tensors, weights aside, that will exist at one time on the rank that holds most; None where
@@ -42,6 +43,10 @@ class Decision:
         sent_bytes: Bytes that the rank which sends most will send; likewise. Of tiles that are summed, bytes of the sum
             that every rank brings to the reduction.
         merge: How tiles become one result.
+        margin: Latent rows and columns of context on the inner edges of a piece of a rank split; None for all others.
+        owners: Rank that makes each part of the result, row by row, time outermost; empty where it is not divided.
+        edges: Along time, height and width where each part begins and the last one ends: of tiles what is kept, in
+            units of the result; of a shard in latents.
     """
 
     operation: Operation
@@ -57,6 +62,10 @@ class Decision:
     peak_bytes: int | None = None
     sent_bytes: int | None = None
     merge: VaeTileMerge = VaeTileMerge.BLEND
+    margin: int | None = None
+    # Two requests that differ in nothing else are one decision: it is logged and reported once.
+    owners: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    edges: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def sharded(self) -> bool:
@@ -65,7 +74,7 @@ class Decision:
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """VAE ranks that have no tile."""
+        """VAE ranks that have no tile or piece."""
         return tuple(rank for rank, tiles in enumerate(self.tiles_per_rank) if not tiles)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +94,12 @@ class Decision:
                 f"imbalance {self.imbalance:.2f} ({self.reason})"
             )
         grid = "x".join(map(str, self.grid))
+        if self.margin is not None:
+            return (
+                f"{self.operation}: {self.strategy} {grid} (time x height x width), margin {self.margin}, pieces per "
+                f"rank {list(self.tiles_per_rank)}, imbalance {self.imbalance:.2f}, coverage {self.coverage:.2f}, "
+                f"approximate: near the un-tiled result ({self.reason})"
+            )
         summed = ""
         if self.merge is VaeTileMerge.SUM:
             summed = f"summed over the ranks with {(self.sent_bytes or 0) / 1e6:.1f} MB from each, "
@@ -93,6 +108,21 @@ class Decision:
             f"{list(self.tiles_per_rank)}, {summed}imbalance {self.imbalance:.2f}, coverage {self.coverage:.2f} "
             f"({self.reason})"
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a rank split would run for one request in the place of tiles.
+
+    Attributes:
+        margin: Latent rows and columns of context on inner edges.
+        grid: One piece for each rank; None where the request is too small.
+        refusal: Why there is none.
+    """
+
+    margin: int
+    grid: TileGrid | None
+    refusal: str = ""
 
 
 def gib(count: int) -> str:
@@ -111,6 +141,7 @@ def select_strategy(
     chunked: bool = True,
     refusal: str = "",
     thinnest: tuple[int, int] = (1, 1),
+    pieces: Pieces | None = None,
 ) -> Decision:
     """Choose for one request.
 
@@ -125,16 +156,18 @@ def select_strategy(
         chunked: Whether the family's networks take a clip a few latent frames at a time.
         refusal: Why `auto` may not take a shard, if it may not.
         thinnest: Latent rows and columns that each rank must have of an axis that is cut.
+        pieces: What takes the place of tiles, where this operation is split by rank.
     """
     if tiles is None:
         return Decision(operation, Strategy.DIRECT, untiled)
     if mode is VaeParallelMode.TILE:
-        return _tile(operation, tiles, ranks, "as configured")
+        return _cut(operation, tiles, pieces, ranks, "as configured")
     if mode is VaeParallelMode.AUTO and (refusal or not can_shard):
-        return _tile(operation, tiles, ranks, f"auto: {refusal if can_shard else 'tile is what this family can run'}")
+        reason = f"auto: {refusal if can_shard else 'tile is what this family can run'}"
+        return _cut(operation, tiles, pieces, ranks, reason)
     chunked = chunked and tiles.extents[0] > 1
     shard, reason = _try_shard(operation, mode, ranks, latents, chunked, thinnest)
-    return shard or _tile(operation, tiles, ranks, reason, fallback=mode is not VaeParallelMode.AUTO)
+    return shard or _cut(operation, tiles, pieces, ranks, reason, fallback=mode is not VaeParallelMode.AUTO)
 
 
 def select_untiled(operation: Operation, mode: VaeParallelMode, ranks: int, latents: tuple[int, int]) -> Decision:
@@ -166,6 +199,18 @@ def _try_shard(
     return _shard(operation, grid, latents, chunked, reason, forced), reason
 
 
+def _cut(
+    operation: Operation, tiles: TileGrid, pieces: Pieces | None, ranks: int, reason: str, fallback: bool = False
+) -> Decision:
+    """Pieces where there are any, else tiles."""
+    if pieces is None:
+        return _tile(operation, tiles, ranks, reason, fallback)
+    if pieces.grid is None:
+        return _tile(operation, tiles, ranks, f"split by rank: {pieces.refusal}; {reason}", fallback=True)
+    taken = _tile(operation, pieces.grid, ranks, reason, fallback)
+    return dataclasses.replace(taken, strategy=Strategy.RANK_SPLIT, margin=pieces.margin)
+
+
 def _tile(operation: Operation, tiles: TileGrid, ranks: int, reason: str, fallback: bool = False) -> Decision:
     assignment = deal([tiles.workload(coord) for coord in tiles.coords()], ranks)
     return Decision(
@@ -177,6 +222,8 @@ def _tile(operation: Operation, tiles: TileGrid, ranks: int, reason: str, fallba
         tuple(assignment.owners.count(rank) for rank in range(ranks)),
         round(assignment.imbalance, 4),
         round(tiles.coverage, 4),
+        owners=assignment.owners,
+        edges=tuple((*(window.out_start for window in axis), axis[-1].out_stop) for axis in tiles.windows),
     )
 
 
@@ -202,7 +249,13 @@ def _shard(
         imbalance=round(height * width * grid.size / (latents[0] * latents[1]), 4),
         rank_grid=(grid.rows, grid.cols),
         chunk=_chunk(height * width, grid.size) if chunked else 1,
+        owners=tuple(range(grid.size)),
+        edges=((0, 1), *(_edges(extent, parts) for extent, parts in zip(latents, (grid.rows, grid.cols), strict=True))),
     )
+
+
+def _edges(extent: int, parts: int) -> tuple[int, ...]:
+    return (*Partition(extent, parts).starts, extent)
 
 
 _ENOUGH_POSITIONS = 128
@@ -225,9 +278,7 @@ def _forced_grid(
         return _fit(RankGrid(ranks, 1), latents, thinnest)
     if mode is VaeParallelMode.SPATIAL_SHARD_WIDTH:
         return _fit(RankGrid(1, ranks), latents, thinnest)
-    grids = [RankGrid(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
-    fitting = [grid for grid in grids if _fit(grid, latents, thinnest)]
-    return min(fitting, key=lambda g: (abs(g.rows - g.cols), g.rows), default=None)
+    return next((grid for grid in RankGrid.of_size(ranks) if _fit(grid, latents, thinnest)), None)
 
 
 def _fit(grid: RankGrid, latents: tuple[int, int], thinnest: tuple[int, int]) -> RankGrid | None:

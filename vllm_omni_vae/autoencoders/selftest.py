@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from ..config import TileExtent, VaeParallelMode
+from ..config import IN_TILES, TileExtent, VaeParallelMode, VaeSplits
 from ..errors import DisagreementError, GeometryError, RankError, SelfTestError, UnsupportedError
 from ..geometry import RankGrid
 from .compare import Comparison, Trial, compare, left_alone
+from .policy import Strategy
 from .spec import FamilySpec, Operation
 from .state import ParallelState
 
@@ -61,8 +62,8 @@ def selftest(vae: Any, name: str = "vae") -> tuple[Comparison, ...]:
         if VaeParallelMode.TILE in vae.spec.modes:
             _set_small_tiles(vae)
         for operation in vae.spec.operations:
-            for mode in _modes(vae.spec, state):
-                one = _check(vae, state, operation, mode, name)
+            for mode, splits in _ways(vae.spec, state, operation):
+                one = _check(vae, state, operation, mode, splits, name)
                 if one is not None:
                     found.append(one)
     if vae.device.type != "cpu":
@@ -87,31 +88,38 @@ def summary(found: Sequence[Comparison]) -> str:
     return f"{checks}, worst {worst.error:.1e} of {worst.limit:.1e}"
 
 
-def _check(vae: Any, state: ParallelState, operation: Operation, mode: VaeParallelMode, name: str) -> Comparison | None:
+def _check(
+    vae: Any, state: ParallelState, operation: Operation, mode: VaeParallelMode, splits: VaeSplits, name: str
+) -> Comparison | None:
     """Collective. One comparison; None where this autoencoder never does ``operation`` so."""
-    shape = _request(vae, state, operation, mode)
+    shape = _request(vae, state, operation, mode, splits)
     if shape is None:
         return None
+    meant = Strategy.RANK_SPLIT if splits.margin(operation) is not None else Strategy(mode.value)
     try:
-        one = compare(vae, operation, shape, mode)
+        one = compare(vae, operation, shape, mode, splits=splits)
     except (RankError, DisagreementError) as error:
         known = error.reason if isinstance(error, RankError) and error.reason.startswith("RankError: ") else str(error)
         why = known.removeprefix("RankError: ")  # the ranks that work had agreed on it before all did
-        raise SelfTestError(f"self-test of {name}: {operation} with {mode} fails: {why}{_REMEDY}") from error
-    if one.decision.strategy.value == mode.value:
+        raise SelfTestError(f"self-test of {name}: {operation} with {meant} fails: {why}{_REMEDY}") from error
+    if one.decision.strategy is meant:
         return one
     if state.is_output_rank:
-        logger.warning("self-test of %s: %s is not checked, because this ran: %s", name, mode, one.decision)
+        logger.warning("self-test of %s: %s is not checked, because this ran: %s", name, meant, one.decision)
     return None
 
 
-def _modes(spec: FamilySpec, state: ParallelState) -> list[VaeParallelMode]:
-    """Strategies, as modes that force them, that the mode of ``state`` may take: tiles where a shard is too small."""
+def _ways(spec: FamilySpec, state: ParallelState, operation: Operation) -> list[tuple[VaeParallelMode, VaeSplits]]:
+    """Strategies that ``operation`` may take, as modes and splits that force them.
+
+    A shard falls back to tiles, or to what is split by rank in their place, and that to tiles where it is too small.
+    """
     shards = [state.mode] if state.mode in _SHARDS else []
     if state.mode is VaeParallelMode.AUTO:
         flat = state.size < 4 or RankGrid.squarest(state.size).rows == 1
         shards = list(_SHARDS[:2] if flat else _SHARDS)
-    return [mode for mode in (*shards, VaeParallelMode.TILE) if mode in spec.modes]
+    ways = [(mode, IN_TILES) for mode in (*shards, VaeParallelMode.TILE) if mode in spec.modes]
+    return ways if state.splits.margin(operation) is None else [*ways, (VaeParallelMode.TILE, state.splits)]
 
 
 def _set_small_tiles(vae: Any) -> None:
@@ -121,8 +129,10 @@ def _set_small_tiles(vae: Any) -> None:
     vae.spec.set_tiling(vae, size, stride)
 
 
-def _request(vae: Any, state: ParallelState, operation: Operation, mode: VaeParallelMode) -> tuple[int, ...] | None:
-    """Shape of a small public input that is shared in ``mode``; None where the family refuses all or can tell none."""
+def _request(
+    vae: Any, state: ParallelState, operation: Operation, mode: VaeParallelMode, splits: VaeSplits
+) -> tuple[int, ...] | None:
+    """Shape of a small public input that is shared so; None where the family refuses all or can tell none."""
     tiles = mode is VaeParallelMode.TILE
     least: tuple[int, int, int] = vae.spec.least_latents(vae, operation)
     extents = _tiled_extents(vae, state, operation) if tiles else _sharded_extents(state, mode, least[1:])
@@ -132,7 +142,8 @@ def _request(vae: Any, state: ParallelState, operation: Operation, mode: VaePara
             shape: tuple[int, ...] = vae.spec.example(vae, operation, latents)
             vae.spec.check(vae, operation, shape)
             tiled = vae.spec.is_tiled(vae, operation, shape)
-            vae.decide(Trial(state, mode), operation, vae.spec.seen_extents(vae, operation, shape) if tiled else None)
+            seen = vae.spec.seen_extents(vae, operation, shape) if tiled else None
+            vae.decide(Trial(state, mode, splits), operation, seen)
         except (GeometryError, UnsupportedError):
             continue
         return shape

@@ -14,7 +14,7 @@ import torch
 
 from ..config import TileExtent, VaeParallelMode
 from ..errors import GeometryError, UnsupportedError
-from ..geometry import AxisTiling, TileGrid, Window
+from ..geometry import AxisTiling, TileGrid, Window, cut_for_ranks
 from ..sharding import SpatialShard
 
 Vae = Any
@@ -69,6 +69,7 @@ class FamilySpec(ABC):
         chunked: Whether the networks take a clip a few latent frames at a time, however many.
         has_time: Whether tensors are ``(B, C, T, H, W)``; else ``(B, C, H, W)``, and the extent of time counts as 1.
         mends_tiles: Whether the distributed class can run its own tiles on one rank too, where diffusers' are wrong.
+        no_pieces: Why an operation cannot be split by rank; empty: it can.
     """
 
     name: str
@@ -77,6 +78,7 @@ class FamilySpec(ABC):
     chunked: bool = False
     has_time: bool = True
     mends_tiles: bool = False
+    no_pieces: str = ""
 
     @property
     @abstractmethod
@@ -290,6 +292,16 @@ class FamilySpec(ABC):
     def grid(self, vae: Vae, operation: Operation, extents: tuple[int, int, int]) -> TileGrid:
         """The tile grid over ``extents`` (T, H, W) as the tiled function sees them."""
         return TileGrid(self.tiling(vae, operation), extents)
+
+    def pieces(
+        self, vae: Vae, operation: Operation, extents: tuple[int, int, int], ranks: int, margin: int
+    ) -> TileGrid:
+        """A piece for each of ``ranks`` ranks over ``extents`` as the tiled function sees them; time stays whole.
+
+        Raises:
+            GeometryError: they are too small for it.
+        """
+        return cut_for_ranks(self.tiling(vae, operation), extents, ranks, margin)
 
 
 def output_dtype(x: torch.Tensor) -> torch.dtype:

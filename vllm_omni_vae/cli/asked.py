@@ -7,6 +7,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..config import VaeTileMerge
+from ..config.splits import MARGIN, check_margin
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -52,6 +53,30 @@ def add_tiles(parser: argparse.ArgumentParser, default: str = "") -> None:
         default=[VaeTileMerge.BLEND.value],
         help=f"How tiles become one result, or both ways: {', '.join(VaeTileMerge)}. Default: {VaeTileMerge.BLEND}.",
     )
+
+
+def add_margins(parser: argparse.ArgumentParser) -> None:
+    """Add the margins of pieces."""
+    parser.add_argument(
+        "--split-margin",
+        nargs="+",
+        type=int,
+        metavar="N",
+        default=[MARGIN],
+        help="Latent rows and columns of context on the inner edges of one piece for each rank (rank_split), or "
+        f"several numbers to compare. Default: {MARGIN}.",
+    )
+
+
+def margins_of(args: argparse.Namespace) -> list[int]:
+    """Margins that were asked for, each once.
+
+    Raises:
+        ConfigurationError: one is negative.
+    """
+    for margin in args.split_margin:
+        check_margin("--split-margin", margin)
+    return list(dict.fromkeys(args.split_margin))
 
 
 def merges_of(args: argparse.Namespace) -> list[VaeTileMerge]:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config import VaeConfig, VaeParallelMode
+from ..config import VaeConfig, VaeParallelMode, VaeSplits
 from ..errors import GeometryError, UnsupportedError
-from ..measure.arms import arms_of
-from ..measure.messages import Job, Progress, Source, Work
+from ..measure.arms import RANK_SPLIT, arms_of
+from ..measure.messages import Job, Progress, RankSeen, Source, Work
 from ..measure.result import OperationResult, gather_arms
-from .asked import add_model, add_operation, add_tiles, merges_of, operations_of
+from .asked import add_margins, add_model, add_operation, add_tiles, margins_of, merges_of, operations_of
 from .blank import Found, make_blank, public_shapes
 from .full_size import FULL_SIZE
 from .terminal import tell
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..autoencoders.cost import Forecaster
 
 MODES = tuple(mode for mode in VaeParallelMode if mode is not VaeParallelMode.AUTO)
+WAYS = (*(mode.value for mode in MODES), RANK_SPLIT)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -107,11 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, warmup: int, repeats: int)
         "--modes",
         nargs="+",
         metavar="MODE",
-        choices=[mode.value for mode in MODES],
-        help=f"Which ways to share: {', '.join(MODES)}. Default: all that the family has.",
+        choices=WAYS,
+        help=f"Which ways to share: {', '.join(WAYS)}. Default: all that the family has.",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="Default: float32.")
     add_tiles(parser)
+    add_margins(parser)
     parser.add_argument(
         "--warmup", type=int, default=warmup, metavar="N", help=f"Rounds that are not timed. Default: {warmup}."
     )
@@ -154,25 +156,30 @@ def plan_request(
         GeometryError: the autoencoder cannot do this size, or nothing of it would be shared.
         UnsupportedError: a mode that was named and that the family does not have.
     """
+    from ..autoencoders.checks import check_merge, check_mode, check_splits
     from ..autoencoders.cost import Forecaster
-    from ..autoencoders.mixin import check_merge, check_mode
 
     chunk = getattr(args, "chunk", None)
     vae = make_blank(found.config, args.dtype, args.ranks, tiles.vae_tile_size, tiles.vae_tile_stride)
-    named = [VaeParallelMode(mode) for mode in args.modes or ()]
+    named = [VaeParallelMode(mode) for mode in args.modes or () if mode != RANK_SPLIT]
     for mode in named:
         check_mode(vae.spec, mode)
     merges = merges_of(args)
     for merge in merges:
         check_merge(type(vae), merge)
-    modes = list(dict.fromkeys(named)) or [mode for mode in MODES if mode in vae.spec.modes]
+    modes = list(dict.fromkeys(named))
+    margins = margins_of(args) if not args.modes or RANK_SPLIT in args.modes else []
+    if not args.modes:
+        modes = [mode for mode in MODES if mode in vae.spec.modes]
+    elif margins:
+        check_splits(vae.spec, VaeSplits(margins[0], margins[0]))
     works, made, left_out, auto = [], {}, {}, {}
     for operation in operations_of(args, vae.spec):
         shape, made[operation.value] = public_shapes(vae, operation, size)
-        runs, left_out[operation.value], auto[operation.value] = _choose(
-            Forecaster(vae, operation, shape, chunk), modes, args.ranks
+        runs, pieces, left_out[operation.value], auto[operation.value] = _choose(
+            Forecaster(vae, operation, shape, chunk), modes, margins, args.ranks
         )
-        works.append(Work(operation.value, shape, arms_of(runs, bounds=timing, merges=merges)))
+        works.append(Work(operation.value, shape, arms_of(runs, bounds=timing, merges=merges, margins=pieces)))
     job = Job(
         source=Source(found.kind, found.config, found.model, found.path.replace(".", "/")),
         works=tuple(works),
@@ -190,9 +197,9 @@ def plan_request(
 
 
 def _choose(
-    forecaster: Forecaster, modes: list[VaeParallelMode], ranks: int
-) -> tuple[list[VaeParallelMode], dict[str, str], str]:
-    """Modes that run as themselves and unlike the others, why the rest does not, and what ``auto`` takes."""
+    forecaster: Forecaster, modes: list[VaeParallelMode], margins: list[int], ranks: int
+) -> tuple[list[VaeParallelMode], list[int], dict[str, str], str]:
+    """Modes and margins that run as themselves and unlike others, why the rest does not, and what ``auto`` takes."""
     runs: dict[tuple[int, int], VaeParallelMode] = {}
     left_out: dict[str, str] = {}
     for mode in modes:
@@ -207,13 +214,33 @@ def _choose(
             left_out[mode.value] = f"the same as {runs[decision.rank_grid]} on {ranks} ranks"
         else:
             runs[decision.rank_grid] = mode
-    if not runs:
+    pieces = []
+    for margin in margins:
+        reason = _no_pieces(forecaster, margin, ranks)
+        if reason:
+            left_out[f"{RANK_SPLIT}/{margin}"] = reason
+        else:
+            pieces.append(margin)
+    if not runs and not pieces:
         why = "; ".join(f"{mode}: {reason}" for mode, reason in left_out.items())
         raise GeometryError(
             f"nothing of this {forecaster.operation} would be shared: {why}; give a larger picture, smaller tiles "
             "(--tile-size and --tile-stride) or fewer ranks"
         )
-    return list(runs.values()), left_out, _auto(forecaster, ranks)
+    return list(runs.values()), pieces, left_out, _auto(forecaster, ranks)
+
+
+def _no_pieces(forecaster: Forecaster, margin: int, ranks: int) -> str:
+    """Why there is no piece for each rank; empty: there is."""
+    from ..autoencoders.checks import check_splits
+
+    splits = VaeSplits(margin, margin)
+    try:
+        check_splits(forecaster.spec, splits)
+        decision = forecaster.decide(VaeParallelMode.TILE, ranks, splits=splits)
+    except UnsupportedError as error:
+        return str(error)
+    return "" if decision.margin is not None else f"falls back to {decision.strategy} ({decision.reason})"
 
 
 def _auto(forecaster: Forecaster, ranks: int) -> str:
@@ -239,6 +266,11 @@ def run_request(request: Request) -> Measurement:
         sys.exit(_INTERRUPTED)
     finally:
         tell("")
+    return measured(request, ranks)
+
+
+def measured(request: Request, ranks: Sequence[RankSeen]) -> Measurement:
+    """What the ranks of ``request`` saw, in rank order, as one."""
     operations = tuple(
         OperationResult(
             work.operation,

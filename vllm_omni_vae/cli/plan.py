@@ -9,10 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import VaeConfig, VaeParallelMode, VaeTileMerge
+from ..config import IN_TILES, VaeConfig, VaeParallelMode, VaeSplits, VaeTileMerge
 from ..errors import ConfigurationError, RankError, UnsupportedError
 from ..geometry import deal
-from .asked import add_model, add_operation, add_size, add_tiles, check_numbers, merges_of, operations_of
+from ..measure.arms import RANK_SPLIT
+from .asked import (
+    add_margins,
+    add_model,
+    add_operation,
+    add_size,
+    add_tiles,
+    check_numbers,
+    margins_of,
+    merges_of,
+    operations_of,
+)
 from .blank import find_autoencoders, make_blank, public_shapes
 from .drawing import Panel, Span, draw_png
 from .full_size import FULL_SIZE
@@ -48,6 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="Default: bfloat16."
     )
     add_tiles(parser, "Default: the family's.")
+    add_margins(parser)
     parser.add_argument("--json", action="store_true", help="Print JSON, with every number of every rank.")
     parser.add_argument("--png", type=Path, metavar="FILE", help="Also draw which rank has which part.")
     parser.set_defaults(run=run)
@@ -81,36 +93,48 @@ def run(args: argparse.Namespace) -> None:
 
 def _plan(vae: Any, operation: Operation, args: argparse.Namespace) -> OperationPlan:
     from ..autoencoders.cost import Forecaster
+    from ..autoencoders.receptive import exact_margin
 
     shape, result = public_shapes(vae, operation, (args.frames, args.height, args.width))
     forecaster = Forecaster(vae, operation, shape)
     tell(f"{operation}: direct")
     direct = forecaster.direct()
     rows = [Row("direct", "runs", direct.decision.reason, direct)]
-    merges = merges_of(args)
+    merges, margins = merges_of(args), margins_of(args)
     for mode in _MODES:
         tell(f"{operation}: {mode}")
         for merge in merges if mode is VaeParallelMode.TILE else merges[:1]:
-            rows.append(_row(forecaster, mode, merge, args))
+            rows.append(_row(forecaster, mode, merge, IN_TILES, args))
+        for margin in margins if mode is VaeParallelMode.TILE else ():
+            rows.append(_row(forecaster, mode, VaeTileMerge.BLEND, VaeSplits(margin, margin), args))
+    split = any(row.strategy.startswith(RANK_SPLIT) and row.status == "runs" for row in rows)
+    exact = exact_margin(vae, operation) if split else None
     tell("")
-    return OperationPlan(operation, shape, result, tuple(rows))
+    return OperationPlan(operation, shape, result, tuple(rows), split, exact)
 
 
-def _row(forecaster: Forecaster, mode: VaeParallelMode, merge: VaeTileMerge, args: argparse.Namespace) -> Row:
-    from ..autoencoders.mixin import check_merge, check_mode
+def _row(
+    forecaster: Forecaster, mode: VaeParallelMode, merge: VaeTileMerge, splits: VaeSplits, args: argparse.Namespace
+) -> Row:
+    from ..autoencoders.checks import check_merge, check_mode, check_splits
 
+    margin = splits.margin(forecaster.operation)
     summed = mode is VaeParallelMode.TILE and merge is VaeTileMerge.SUM
     name = f"{mode}/{merge}" if summed else mode.value
+    if margin is not None:
+        name = f"{RANK_SPLIT}/{margin}"
     try:
         check_mode(forecaster.spec, mode)
         check_merge(type(forecaster.vae), merge)
+        check_splits(forecaster.spec, splits)
     except UnsupportedError as error:
         return Row(name, "refused", str(error))
-    decision = forecaster.decide(mode, args.ranks, merge)
-    if mode.value not in (VaeParallelMode.AUTO, decision.strategy):
+    decision = forecaster.decide(mode, args.ranks, merge, splits)
+    meant = mode.value if margin is None else RANK_SPLIT
+    if meant not in (VaeParallelMode.AUTO, decision.strategy):
         return Row(name, "falls back", f"to {decision.strategy} ({decision.reason})")
     try:
-        forecast = forecaster.forecast(mode, args.ranks, merge)
+        forecast = forecaster.forecast(mode, args.ranks, merge, splits)
     except RankError as error:
         if not isinstance(error.__cause__, ConfigurationError):
             raise
@@ -119,7 +143,7 @@ def _row(forecaster: Forecaster, mode: VaeParallelMode, merge: VaeTileMerge, arg
 
 
 def _panels(forecaster: Forecaster, decision: Decision, args: argparse.Namespace) -> tuple[Panel, ...]:
-    """Who has which pixels: of tiles those that remain after blending, in one panel for each stretch of time."""
+    """Who has which pixels: of tiles and pieces those that remain of each, in one panel for each stretch of time."""
     if decision.sharded:
         layout = forecaster.layout(decision, 0)
         ranks = f"{layout.grid.rows}x{layout.grid.cols} ranks"
@@ -129,8 +153,11 @@ def _panels(forecaster: Forecaster, decision: Decision, args: argparse.Namespace
         return (Panel(title, rows, cols, tuple(range(args.ranks))),)
     if not decision.tiles_per_rank:
         return ()
-    grid = forecaster.grid()
+    grid = forecaster.grid(decision)
     time, high, wide = grid.shape
+    parts = f"tile: rank of each of {high}x{wide} tiles"
+    if decision.margin is not None:
+        parts = f"{RANK_SPLIT}: rank of each of {high}x{wide} pieces"
     owners = deal([grid.workload(coord) for coord in grid.coords()], args.ranks).owners
     _, out_height, out_width = grid.out_extents
     rows = _spans([window.out_start for window in grid.windows[1]], out_height, args.height)
@@ -138,7 +165,7 @@ def _panels(forecaster: Forecaster, decision: Decision, args: argparse.Namespace
     panels = []
     for number in range(time):
         when = f", stretch {number + 1} of {time}" if time > 1 else ""
-        title = f"tile: rank of each of {high}x{wide} tiles, at the first pixel row and column it keeps{when}"
+        title = f"{parts}, at the first pixel row and column it keeps{when}"
         panels.append(Panel(title, rows, cols, owners[number * high * wide : (number + 1) * high * wide]))
     return tuple(panels)
 

@@ -53,12 +53,16 @@ class OperationPlan:
         shape: Public input, ``(B, C, T, H, W)``, or ``(B, C, H, W)`` of a picture.
         result: What comes out, likewise.
         rows: One for each strategy; ``auto`` is the last.
+        split: Whether it can be split by rank.
+        exact_margin: The margin with which that is the un-tiled result; None: no margin is enough.
     """
 
     operation: Operation
     shape: tuple[int, ...]
     result: tuple[int, ...]
     rows: tuple[Row, ...]
+    split: bool
+    exact_margin: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class Plan:
                 plan.operation.value: {
                     "input": plan.shape,
                     "output": plan.result,
+                    "exact_margin": plan.exact_margin,
                     "strategies": {row.strategy: _row_json(row) for row in plan.rows},
                 }
                 for plan in self.operations
@@ -118,7 +123,7 @@ class Plan:
         )
         for plan in self.operations:
             shapes = " to ".join("x".join(map(str, shape)) for shape in (plan.shape, plan.result))
-            yield f"{plan.operation}: {shapes}\n\n{_costs(plan.rows)}\n\n{_auto(plan)}"
+            yield f"{plan.operation}: {shapes}\n\n{_costs(plan.rows)}\n\n{_auto(plan)}{_exact(plan)}"
             yield f"{plan.operation}: share and peak MiB of each rank\n\n{_shares(plan.rows, self.ranks)}"
         yield _LEGEND
         yield from map(draw_text, self.panels())
@@ -129,6 +134,14 @@ def _auto(plan: OperationPlan) -> str:
     if row.forecast is None:
         return f"auto: {row.status}: {row.reason}"
     return f"auto takes {str(row.forecast.decision).removeprefix(f'{plan.operation}: ')}"
+
+
+def _exact(plan: OperationPlan) -> str:
+    if not plan.split:
+        return ""
+    if plan.exact_margin is None:
+        return "\nrank_split is approximate with any margin: the network looks at the whole map"
+    return f"\nrank_split is approximate with a margin below {plan.exact_margin}, and un-tiled from there on"
 
 
 def _costs(rows: Sequence[Row]) -> str:
@@ -149,7 +162,7 @@ def cells(strategy: str, forecast: Forecast) -> tuple[str, ...]:
     if decision.sharded:
         parts = f"{decision.rank_grid[0]}x{decision.rank_grid[1]} ranks"
     elif decision.tiles_per_rank:
-        parts = f"{sum(decision.tiles_per_rank)} tiles"
+        parts = f"{sum(decision.tiles_per_rank)} {'tiles' if decision.margin is None else 'pieces'}"
     halo, attention, result = (
         max(use.halo_bytes for use in uses),
         max(use.attention_bytes for use in uses),

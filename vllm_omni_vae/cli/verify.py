@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigurationError("only one of --height and --width is given; give both, or none for a small size")
     tiles = VaeConfig(vae_tile_size=args.tile_size, vae_tile_stride=args.tile_stride)
     found = find_autoencoders(args.model)
-    requests = [_request(one, args, tiles) for one in found if one.known]
+    requests = [request_of(one, args, tiles) for one in found if one.known]
     parts = [_Part.of(one, args.ranks) for one in found]
     if not args.json:
         print(_components(args.model, parts))
@@ -108,8 +108,8 @@ def _components(model: str, parts: Sequence[_Part]) -> str:
     return "\n".join([f"autoencoders of {model}", "", *align([("component", "class", "shared", ""), *rows])])
 
 
-def _request(found: Found, args: argparse.Namespace, tiles: VaeConfig) -> Request:
-    """The sizes that were given, and small ones that need several tiles where none was."""
+def request_of(found: Found, args: argparse.Namespace, tiles: VaeConfig) -> Request:
+    """What ``args`` ask for: the sizes that were given, and small ones that need several tiles where none was."""
     from ..autoencoders import Operation
 
     blank = make_blank(found.config, args.dtype, args.ranks, tiles.vae_tile_size, tiles.vae_tile_stride)

@@ -4,14 +4,18 @@
 from .engine import EngineConfig
 from .parallel import DiffusionParallelConfig, VaeParallelMode, VaeTileMerge
 from .server import ServerConfig
+from .splits import IN_TILES, VaeSplit, VaeSplits
 from .vae import TileExtent, VaeConfig
 
 __all__ = [
+    "IN_TILES",
     "DiffusionParallelConfig",
     "EngineConfig",
     "ServerConfig",
     "TileExtent",
     "VaeConfig",
     "VaeParallelMode",
+    "VaeSplit",
+    "VaeSplits",
     "VaeTileMerge",
 ]

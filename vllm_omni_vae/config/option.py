@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from ..errors import ConfigurationError
+
+Named = TypeVar("Named", bound=StrEnum)
 
 _KEY = "vllm_omni_vae.option"
 
@@ -48,3 +53,15 @@ def option(
 def option_of(field: dataclasses.Field[Any]) -> Option | None:
     """Return the `Option` of a dataclass field, or None for a field that is no flag."""
     return field.metadata.get(_KEY)
+
+
+def named(kind: type[Named], field: str, value: str) -> Named:
+    """Return the member of ``kind`` that ``value`` of ``field`` names.
+
+    Raises:
+        ConfigurationError: none; the message lists those there are.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigurationError(f"{field} {value!r} is not known; choose one of {', '.join(kind)}") from None

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
-from typing import TypeVar
 
 from ..errors import ConfigurationError
-from .option import option
-
-Named = TypeVar("Named", bound=StrEnum)
+from .option import named, option
+from .splits import OPERATIONS, VaeSplit, VaeSplits, resolve
 
 
 class VaeParallelMode(StrEnum):
@@ -34,7 +32,7 @@ class VaeParallelMode(StrEnum):
         Raises:
             ConfigurationError: no such mode; the message lists those there are.
         """
-        return _named(cls, "vae_parallel_mode", value)
+        return named(cls, "vae_parallel_mode", value)
 
 
 class VaeTileMerge(StrEnum):
@@ -55,14 +53,7 @@ class VaeTileMerge(StrEnum):
         Raises:
             ConfigurationError: no such merge; the message lists those there are.
         """
-        return _named(cls, "vae_tile_merge", value)
-
-
-def _named(kind: type[Named], field: str, value: str) -> Named:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigurationError(f"{field} {value!r} is not known; choose one of {', '.join(kind)}") from None
+        return named(cls, "vae_tile_merge", value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +78,26 @@ class DiffusionParallelConfig:
         "ranks, equal up to the order of additions, for which no rank holds the tiles of others.",
         parse=VaeTileMerge.parse,
     )
+    vae_encode_split: VaeSplit | None = option(
+        None,
+        "What an encode is cut into for the ranks: tile, overlapping tiles; or rank, one piece for each rank with a "
+        "margin of context that is dropped afterwards, which is approximate. Default: tile.",
+        parse=VaeSplit.parse,
+    )
+    vae_encode_margin: int | None = option(
+        None,
+        "Latent rows and columns of context on each inner edge of a piece of vae-encode-split rank; 0 is less accurate "
+        "than tiles. Default: 2.",
+    )
+    vae_decode_split: VaeSplit | None = option(
+        None, "As vae-encode-split, for a decode: tile or rank. Default: tile.", parse=VaeSplit.parse
+    )
+    vae_decode_margin: int | None = option(
+        None, "As vae-encode-margin, for a piece of vae-decode-split rank. Default: 2."
+    )
     num_gpus: int | None = option(
-        None, "Ranks in all (devices, or CPU processes where there is no accelerator). Default: as many as needed."
+        None,
+        "Ranks of all replicas (devices, or CPU processes where there is no accelerator). Default: as many as needed.",
     )
     tensor_parallel_size: int = option(1, "Tensor parallel ranks of the denoiser.", aliases=("-tp",), shared=True)
     ulysses_degree: int = option(1, "Ulysses sequence parallel ranks of the denoiser.", aliases=("--usp",))
@@ -97,6 +106,12 @@ class DiffusionParallelConfig:
     use_hsdp: bool = option(False, "Shard the denoiser's and text encoders' weights over the ranks (torch FSDP2).")
     hsdp_shard_size: int = option(-1, "Ranks that one copy of the weights is sharded over; -1: all denoiser ranks.")
     hsdp_replicate_size: int = option(1, "Copies of the sharded weights.")
+    data_parallel_size: int = option(
+        1,
+        "Replicas of the model, each on ranks of its own; as many jobs run at a time.",
+        aliases=("-dp",),
+        shared=True,
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vae_parallel_mode", VaeParallelMode.parse(self.vae_parallel_mode))
@@ -108,6 +123,7 @@ class DiffusionParallelConfig:
             "ring_degree",
             "cfg_parallel_size",
             "hsdp_replicate_size",
+            "data_parallel_size",
         ):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it counts ranks and must be at least 1")
@@ -115,6 +131,16 @@ class DiffusionParallelConfig:
             raise ConfigurationError(
                 f"vae_tile_merge {self.vae_tile_merge} does nothing on one VAE rank; give a vae_patch_parallel_size of "
                 "2 or more"
+            )
+        for operation in OPERATIONS:
+            split, margin = (getattr(self, f"vae_{operation}_{what}") for what in ("split", "margin"))
+            split, margin = resolve(operation, split, margin, self.vae_patch_parallel_size)
+            object.__setattr__(self, f"vae_{operation}_split", split)
+            object.__setattr__(self, f"vae_{operation}_margin", margin)
+        if self.vae_tile_merge is VaeTileMerge.SUM and None not in (self.vae_encode_margin, self.vae_decode_margin):
+            raise ConfigurationError(
+                "vae_tile_merge sum is for tiles, and both encode and decode are split by rank, whose pieces do not "
+                "overlap; drop it, or leave one of them in tiles"
             )
         if self.hsdp_shard_size != -1 and self.hsdp_shard_size < 1:
             raise ConfigurationError(f"hsdp_shard_size is {self.hsdp_shard_size}; give at least 1, or -1 for all ranks")
@@ -130,10 +156,21 @@ class DiffusionParallelConfig:
                 f"HSDP covers {self._hsdp_ranks} ranks and the denoiser's other parallelism {self._sequence_ranks}; "
                 "they use the same ranks, so make both the same"
             )
-        if self.num_gpus is not None and self.num_gpus < self.dit_world_size:
+        if self.num_gpus is not None and self.num_gpus % self.data_parallel_size:
             raise ConfigurationError(
-                f"num_gpus is {self.num_gpus} but the denoiser's parallelism needs {self.dit_world_size} ranks"
+                f"num_gpus is {self.num_gpus}, which {self.data_parallel_size} replicas (data_parallel_size) cannot "
+                "share evenly; give a multiple"
             )
+        if self.num_gpus is not None and self.world_size < self.dit_world_size:
+            raise ConfigurationError(
+                f"num_gpus is {self.num_gpus} but the denoiser's parallelism needs "
+                f"{self.dit_world_size * self.data_parallel_size} ranks"
+            )
+
+    @property
+    def vae_splits(self) -> VaeSplits:
+        """The splits by rank, the environment's included."""
+        return VaeSplits(self.vae_encode_margin, self.vae_decode_margin)
 
     @property
     def _sequence_ranks(self) -> int:
@@ -158,8 +195,10 @@ class DiffusionParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all: ``num_gpus`` if given, else as many as the denoiser or the VAE needs."""
-        return self.num_gpus or max(self.dit_world_size, self.vae_patch_parallel_size)
+        """Ranks of one replica: its share of ``num_gpus`` if given, else as many as the denoiser or the VAE needs."""
+        if self.num_gpus is not None:
+            return self.num_gpus // self.data_parallel_size
+        return max(self.dit_world_size, self.vae_patch_parallel_size)
 
     @property
     def vae_ranks(self) -> int:

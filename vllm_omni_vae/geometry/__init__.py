@@ -3,7 +3,19 @@
 
 from .balance import Assignment, deal
 from .partition import Partition
+from .pieces import AxisPieces, cut_for_ranks
 from .rank_grid import RankGrid
 from .tiling import AxisScale, AxisTiling, TileGrid, Window
 
-__all__ = ["Assignment", "AxisScale", "AxisTiling", "Partition", "RankGrid", "TileGrid", "Window", "deal"]
+__all__ = [
+    "Assignment",
+    "AxisPieces",
+    "AxisScale",
+    "AxisTiling",
+    "Partition",
+    "RankGrid",
+    "TileGrid",
+    "Window",
+    "cut_for_ranks",
+    "deal",
+]

@@ -28,10 +28,19 @@ class RankGrid:
     @classmethod
     def squarest(cls, size: int) -> RankGrid:
         """The grid of ``size`` ranks whose sides are nearest to each other, with no more rows than columns."""
+        return cls.of_size(size)[0]
+
+    @classmethod
+    def of_size(cls, size: int) -> tuple[RankGrid, ...]:
+        """Every grid of ``size`` ranks, the squarest first; of two that are as square, the one with fewer rows.
+
+        >>> [(grid.rows, grid.cols) for grid in RankGrid.of_size(6)]
+        [(2, 3), (3, 2), (1, 6), (6, 1)]
+        """
         if size < 1:
             raise GeometryError(f"{size} ranks make no grid; give at least 1")
-        rows = max(r for r in range(1, int(size**0.5) + 1) if size % r == 0)
-        return cls(rows, size // rows)
+        grids = (cls(rows, size // rows) for rows in range(1, size + 1) if size % rows == 0)
+        return tuple(sorted(grids, key=lambda grid: (abs(grid.rows - grid.cols), grid.rows)))
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import product
 from math import prod
+from typing import Protocol
 
 from ..errors import GeometryError
 
@@ -51,6 +52,7 @@ class Window:
         length: Output units that the tile yields.
         out_start, out_stop: Output units of the whole that are kept from it.
         skip: Output units at the start of what it yields that are dropped before it meets the window before it.
+        drop: Output units that the network makes of it before those that it yields; what is beyond them it makes too.
     """
 
     start: int
@@ -59,6 +61,7 @@ class Window:
     out_start: int
     out_stop: int
     skip: int = 0
+    drop: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,12 +74,12 @@ class AxisTiling:
     of it. There every window begins with a `lead`, and later windows drop what it yields:
 
     >>> AxisTiling(2, 1, AxisScale(up=8, causal=True), lead=1).windows(4)[1]
-    Window(start=1, stop=4, length=17, out_start=9, out_stop=17, skip=1)
+    Window(start=1, stop=4, length=17, out_start=9, out_stop=17, skip=1, drop=0)
 
     A network that is told where a window lies needs none:
 
     >>> AxisTiling(2, 1, AxisScale(up=8, causal=True), placed=True).windows(4)[1]
-    Window(start=1, stop=3, length=16, out_start=1, out_stop=9, skip=0)
+    Window(start=1, stop=3, length=16, out_start=1, out_stop=9, skip=0, drop=0)
 
     Attributes:
         size: Input units of a window besides its lead; None: the axis is not tiled.
@@ -161,16 +164,29 @@ class AxisTiling:
         return Window(start, stop, length, out_start, out_stop, skip)
 
 
+class AxisCut(Protocol):
+    """How an axis is cut: `AxisTiling`, or `AxisPieces`."""
+
+    @property
+    def blend(self) -> int:
+        """Output units over which neighbours are blended."""
+        ...
+
+    def windows(self, extent: int) -> tuple[Window, ...]:
+        """Cut ``extent`` input units into windows; their kept outputs cover the whole output exactly once."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileGrid:
     """A grid of tiles over (time, height, width) and the output that they make together.
 
     Attributes:
-        tilings: `AxisTiling` of time, height and width.
+        tilings: How time, height and width are cut.
         extents: Input units of time, height and width.
     """
 
-    tilings: tuple[AxisTiling, AxisTiling, AxisTiling]
+    tilings: tuple[AxisCut, AxisCut, AxisCut]
     extents: Coord
     windows: tuple[tuple[Window, ...], ...] = dataclasses.field(init=False, repr=False, compare=False)
 

@@ -7,7 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from enum import StrEnum
 
-from ..config import VaeParallelMode, VaeTileMerge
+from ..config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
+
+RANK_SPLIT = "rank_split"
+"""What one piece for each rank is called where modes are named, of which it is none."""
 
 
 class Kind(StrEnum):
@@ -29,17 +32,31 @@ class Arm:
             exchange can be faster than; what comes out has no meaning.
         mode: What the ranks are set to; None on one rank.
         merge: How shared tiles become one.
+        margin: Latents of context on the inner edges of pieces, where one piece for each rank takes the place of tiles.
     """
 
     kind: Kind
     mode: VaeParallelMode | None = None
     merge: VaeTileMerge = VaeTileMerge.BLEND
+    margin: int | None = None
+
+    @property
+    def splits(self) -> VaeSplits:
+        """The splits that it sets."""
+        return IN_TILES if self.margin is None else VaeSplits(self.margin, self.margin)
+
+    @property
+    def strategy(self) -> str:
+        """What must run; only for all ranks."""
+        return RANK_SPLIT if self.margin is not None else str(self.mode)
 
     @property
     def name(self) -> str:
         """Unlike that of any other arm; the key in JSON."""
         if self.mode is None:
             return self.kind.value
+        if self.margin is not None:
+            return f"{RANK_SPLIT}/{self.margin}"
         summed = "/sum" if self.merge is VaeTileMerge.SUM else ""
         return self.mode.value + summed + ("/no_messages" if self.kind is Kind.SILENT else "")
 
@@ -57,9 +74,13 @@ class Arm:
 
 
 def arms_of(
-    modes: Sequence[VaeParallelMode], *, bounds: bool, merges: Sequence[VaeTileMerge] = (VaeTileMerge.BLEND,)
+    modes: Sequence[VaeParallelMode],
+    *,
+    bounds: bool,
+    merges: Sequence[VaeTileMerge] = (VaeTileMerge.BLEND,),
+    margins: Sequence[int] = (),
 ) -> tuple[Arm, ...]:
-    """Both baselines, then every mode: tiles with each merge, shards each with its bound if ``bounds``."""
+    """Both baselines, then every mode: tiles with each merge, shards each with its bound if ``bounds``; then pieces."""
     arms = [Arm(Kind.UNTILED), Arm(Kind.SEQUENTIAL)]
     for mode in modes:
         if mode is VaeParallelMode.TILE:
@@ -68,4 +89,5 @@ def arms_of(
         arms.append(Arm(Kind.SHARED, mode))
         if bounds:
             arms.append(Arm(Kind.SILENT, mode))
+    arms += [Arm(Kind.SHARED, VaeParallelMode.TILE, margin=margin) for margin in margins]
     return tuple(arms)

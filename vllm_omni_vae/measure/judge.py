@@ -50,6 +50,10 @@ class Judge:
             apart = _difference(result, self._untiled)
             return {Arm(Kind.UNTILED): Comparison(_SAME, apart), arm: Comparison(apart, _SAME)}
         to_untiled, to_tiles = _difference(result, self._untiled), _difference(result, self._tiles)
+        if arm.margin is not None:
+            same = self._subject.run_pieces(self._operation, self._x)
+            error, limit = judge(result, same, self._run_exactly, sharded=False)
+            return {arm: Comparison(to_untiled, to_tiles, "pieces", error, limit)}
         tile = arm.mode is VaeParallelMode.TILE
         if not (tile or self._judges_shards):
             return {arm: Comparison(to_untiled, to_tiles)}

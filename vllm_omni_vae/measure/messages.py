@@ -119,7 +119,8 @@ class Comparison:
 
     Attributes:
         to_untiled, to_tiles: From the whole at once, and from diffusers' own tiles.
-        against: What it is promised to equal: ``untiled`` or ``tiles``; None where that is not judged.
+        against: What it is promised to equal: ``untiled``, ``tiles``, or the same ``pieces`` on one rank; None where
+            that is not judged.
         error, limit: What it is promised by: the error as the promise counts it, and how large that may be.
     """
 

@@ -134,9 +134,12 @@ def distribute_vaes(
             reports.append(ComponentReport(path, kind, False, f"no distributed class for {kind}"))
         else:
             mode, merge = parallel.vae_parallel_mode, parallel.vae_tile_merge
-            distribute(vae, size=parallel.vae_ranks, mode=mode, merge=merge, timeout=timeout)
+            splits = parallel.vae_splits
+            distribute(vae, size=parallel.vae_ranks, mode=mode, merge=merge, splits=splits, timeout=timeout)
             summed = ", tiles summed" if merge is VaeTileMerge.SUM else ""
-            detail = f"{mode} on {parallel.vae_ranks} ranks{summed}"
+            margins = [(operation, splits.margin(operation)) for operation in family.spec.operations]
+            split = "".join(f", {what} split by rank, margin {n}" for what, n in margins if n is not None)
+            detail = f"{mode} on {parallel.vae_ranks} ranks{summed}{split}"
             reports.append(ComponentReport(path, kind, True, detail))
     if parallel.vae_ranks > 1 and not any(map(distributed_class, vaes.values())):
         why = "; ".join(f"{r.path}: {r.detail}" for r in reports) or "the pipeline has no autoencoder"

@@ -4,6 +4,7 @@
 from .executor import DistributedVaeExecutor, TileObserver
 from .merge import blend, merge_tiles
 from .operator import DistributedOperator, GridSpec, TileTask
+from .pieces import without_margins
 from .weights import add_tile, sum_shape, tile_weights
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "merge_tiles",
     "sum_shape",
     "tile_weights",
+    "without_margins",
 ]

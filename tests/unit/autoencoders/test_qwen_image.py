@@ -11,9 +11,10 @@ from diffusers import AutoencoderKLQwenImage21
 from tests.helpers.vaes import count_calls, decisions, latents, noise, on_ranks, pixels, run_public, tiny_vae
 from tests.sharding.spread import Spread, results
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLQwenImage, Operation, Strategy
+from vllm_omni_vae.autoencoders.compare import run_pieces_alone
 from vllm_omni_vae.autoencoders.qwen_image import DistributedAutoencoderKLQwenImage21
 from vllm_omni_vae.autoencoders.spec import CallOptions
-from vllm_omni_vae.config import VaeParallelMode
+from vllm_omni_vae.config import VaeParallelMode, VaeSplits
 from vllm_omni_vae.distributed import LocalCommunicator
 from vllm_omni_vae.errors import GeometryError
 from vllm_omni_vae.sharding import SpatialShard
@@ -212,6 +213,23 @@ def test_qwen_image_2_1_shards_exactly(axis: str, size: int, operation: Operatio
         return result
 
     assert scaled_error(on_ranks(size, plain, body, mode=mode)[0], untiled(plain, operation, x)) <= 1e-12
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+def test_qwen_image_2_1_in_a_piece_for_each_rank(operation: Operation) -> None:
+    plain = qwen_image_2_1()
+    x = noise(*GIVEN_2_1[operation])
+
+    def body(vae: Any, rank: int) -> Any:
+        taken = decisions(vae)
+        return run_public(vae, operation, x), taken[0]
+
+    result, decision = on_ranks(4, plain, body, splits=VaeSplits(1, 1))[0]
+    assert (decision.strategy, decision.grid, decision.margin) == (Strategy.RANK_SPLIT, (1, 2, 2), 1)
+    alone = copy.deepcopy(plain)
+    alone.__class__ = DistributedAutoencoderKLQwenImage21
+    assert torch.equal(result, run_pieces_alone(alone, operation, x, {}, decision))
+    assert not torch.equal(result, untiled(plain, operation, x))
 
 
 @pytest.mark.parametrize(("operation", "frames"), [(DECODE, 2), (ENCODE, 9)])

@@ -17,6 +17,7 @@ from vllm_omni_vae.config import (
     TileExtent,
     VaeConfig,
     VaeParallelMode,
+    VaeSplit,
     VaeTileMerge,
 )
 from vllm_omni_vae.config.flags import CONFIGS, Flag, add_arguments, engine_config, flags, pick
@@ -81,6 +82,9 @@ def test_spellings_that_are_taken_are_left_out() -> None:
         (["--vae-patch-parallel-size", "2"], {"vae_patch_parallel_size": 2}),
         (["--vae-parallel-mode", "auto"], {"vae_parallel_mode": VaeParallelMode.AUTO}),
         (["--vae-tile-merge", "sum"], {"vae_tile_merge": VaeTileMerge.SUM}),
+        (["--vae-encode-split", "rank"], {"vae_encode_split": VaeSplit.RANK}),
+        (["--vae-decode-split", "tile"], {"vae_decode_split": VaeSplit.TILE}),
+        (["--vae-encode-margin", "0", "--vae-decode-margin", "3"], {"vae_encode_margin": 0, "vae_decode_margin": 3}),
         (["-tp", "2", "--usp", "3", "--ring", "4"], {"tensor_parallel_size": 2, "ulysses_degree": 3, "ring_degree": 4}),
         (["--vae-use-tiling"], {"vae_use_tiling": True}),
         (["--no-vae-use-tiling"], {"vae_use_tiling": False}),
@@ -103,6 +107,7 @@ def test_words_to_values(words: list[str], values: dict[str, Any]) -> None:
     [
         (["--vae-parallel-mode", "tiles"], "vae_parallel_mode 'tiles' is not known; choose one of tile, auto"),
         (["--vae-tile-merge", "mean"], "vae_tile_merge 'mean' is not known; choose one of blend, sum"),
+        (["--vae-encode-split", "ranks"], "split 'ranks' is not known; choose one of tile, rank"),
         (["--vae-tile-size", "64"], "'64' is no tile extent; write HxW"),
         (["--default-sampling-params", "nope"], "'nope' is not JSON"),
         (["--vae-patch-parallel-size", "two"], "invalid int value: 'two'"),
