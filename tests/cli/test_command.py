@@ -92,6 +92,11 @@ def test_a_configuration_file_that_cannot_be_used_is_refused(
         (("{wan}", "--no-such-flag"), "unrecognized arguments: --no-such-flag"),
         (("{wan}", "--job-timeout", "0"), "error: job_timeout is 0.0; give a number above 0"),
         (("{wan}", "--dtype", "int4"), "error: dtype 'int4' is not known"),
+        (("{wan}", "--distributed-executor-backend", "uni"), "choose one of mp, ray, external_launcher"),
+        (
+            ("{wan}", "--distributed-executor-backend", "external_launcher"),
+            "for Omni in a program that torchrun starts",
+        ),
         (("{wan}/..",), "is no diffusers checkpoint"),
     ],
 )

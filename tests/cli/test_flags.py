@@ -18,6 +18,7 @@ from vllm_omni_vae.config import (
     VaeParallelMode,
     VaeTileMerge,
 )
+from vllm_omni_vae.config.engine import ExecutorBackend
 from vllm_omni_vae.config.flags import Flag, add_arguments, engine_config, flags, pick
 
 FLAGS = flags()
@@ -44,6 +45,7 @@ def _samples(flag: Flag) -> list[tuple[list[str], Any]]:
         TileExtent: [(["32x48"], TileExtent(32, 48)), (["32x48x8"], TileExtent(32, 48, 8))],
         VaeParallelMode: [([mode.value], mode) for mode in VaeParallelMode],
         VaeTileMerge: [([merge.value], merge) for merge in VaeTileMerge],
+        ExecutorBackend: [([backend.value], backend) for backend in ExecutorBackend],
     }
     return samples.get(kind) or [(['{"a": [1]}'], {"a": [1]})]
 

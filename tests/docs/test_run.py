@@ -157,7 +157,7 @@ def test_scripts_under_torchrun(here: Path, checkpoints: dict[str, Path]) -> Non
             path = here / block.mark.split()[1]
             path.write_text(small(block, checkpoints))
             scripts.append([str(path)])
-    assert [Path(script[0]).name for script in scripts] == ["readme.py", "boat.py", "vae.py", "check.py"]
+    assert [Path(script[0]).name for script in scripts] == [*("readme.py", "boat.py", "vae.py", "check.py", "omni.py")]
     example = str(EXAMPLES / "offline_inference" / "diffusers_distribute.py")
     model = str(checkpoints["Wan-AI/Wan2.2-T2V-A14B-Diffusers"])
     sizes = ["--width", str(SIDE), "--height", str(SIDE), "--num-frames", "1", "--num-inference-steps", "1"]
@@ -188,6 +188,7 @@ def test_scripts_under_torchrun(here: Path, checkpoints: dict[str, Path]) -> Non
         assert f"rank {rank} (1, 3, 5, 96, 80) equal False\n" in output
         for check in ("encode spatial_shard_width", "encode tile", "decode spatial_shard_width", "decode tile"):
             assert output.count(f"{check} True ") == 1
+        assert f"rank {rank} has {1 - rank} frames\n" in output
     assert f"saved video.mp4: {SIDE}x{SIDE}, 1 frames, VAE on 2 ranks" in written(here / "said", 0, "stdout")
     assert frames_of(here / "boat.mp4") == frames_of(here / "video.mp4") == 1
 

@@ -56,6 +56,8 @@ SETUPS: Mapping[str, Setup] = {
         "wan2.2-i2v", {"vae_patch_parallel_size": 2, "vae_parallel_mode": "spatial_shard_width"}
     ),
     "t2v on one rank": Setup("wan2.2-t2v"),
+    "t2v, two replicas": Setup("wan2.2-t2v", {"data_parallel_size": 2}),
+    "t2v on two ranks": Setup("wan2.2-t2v", {"vae_patch_parallel_size": 2}),
     "t2v, ulysses": Setup("wan2.2-t2v", {"vae_patch_parallel_size": 2, "ulysses_degree": 2}),
     "t2v, sharded weights and a follower": Setup(
         "wan2.2-t2v", {"vae_patch_parallel_size": 3, "use_hsdp": True, "hsdp_shard_size": 2}

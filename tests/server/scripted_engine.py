@@ -118,6 +118,7 @@ class ScriptedEngine:
         self.decisions: tuple[dict[str, Any], ...] = (DECISION,)
         self.restarts: dict[str, int] = {}
         self.state = Health(True)
+        self.replicas = [self.state]
         self.requests: list[GenerationRequest] = []
         self.cancels: list[str] = []
         self.closed = False

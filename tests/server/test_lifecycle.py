@@ -44,6 +44,16 @@ def test_an_engine_that_cannot_start_says_why(serve: Serve, engine: ScriptedEngi
     assert error_of(server.http.post("/v1/videos", json={"prompt": "a cat"}))[0] == 503
 
 
+def test_an_engine_with_a_replica_that_is_not_well_is_degraded(serve: Serve) -> None:
+    server = serve()
+    assert server.http.get("/health").json() == {"status": "healthy"}
+    server.engine.state = Health(True, "replica 1: restarting: rank 0 died")
+    answer = server.http.get("/health")
+    assert answer.status_code == 200
+    assert answer.json() == {"status": "degraded", "reason": "replica 1: restarting: rank 0 died"}
+    create(server)
+
+
 def test_an_engine_that_gives_up_takes_no_jobs(serve: Serve) -> None:
     server = serve()
     server.engine.give_up(EngineError("rank 1 died again"))

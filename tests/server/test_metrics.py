@@ -166,6 +166,12 @@ def test_restarts_are_those_of_the_engine(server: Running) -> None:
     assert samples(server.http, "healthy") == {(): 0}
 
 
+def test_replicas_are_counted_by_whether_they_take_jobs(server: Running) -> None:
+    assert samples(server.http, "replicas") == {("running",): 1, ("down",): 0}
+    server.engine.replicas = [Health(True), Health(False, "loading"), Health(True)]
+    assert samples(server.http, "replicas") == {("running",): 2, ("down",): 1}
+
+
 def test_requests_are_counted_by_route_and_not_by_path(serve: Serve) -> None:
     server = serve(api_key=("key",))
     for identity in ("video_1", "video_2"):

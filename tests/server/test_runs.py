@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs under way: deletion, time limits, a full queue, events, and clients that wait or go away."""
 
+import dataclasses
 import io
 import json
 import threading
@@ -10,10 +11,12 @@ import av
 import httpx
 import pytest
 
+from vllm_omni_vae.config import DiffusionParallelConfig
 from vllm_omni_vae.errors import EngineError, RequestError
 from vllm_omni_vae.server import runner
 
 from .conftest import Running, Serve
+from .scripted_engine import ScriptedEngine
 from .test_videos import create, error_of
 
 
@@ -120,6 +123,17 @@ def test_a_full_queue_is_429(serve: Serve) -> None:
     server.http.delete(f"/v1/videos/{jobs[0]}")
     create(server)
     server.engine.may_finish.set()
+
+
+def test_as_many_may_wait_as_the_limit_says_besides_one_on_each_replica(serve: Serve, engine: ScriptedEngine) -> None:
+    engine.config = dataclasses.replace(engine.config, parallel=DiffusionParallelConfig(data_parallel_size=2))
+    server = serve(max_queued_jobs=1)
+    engine.may_finish.clear()
+    jobs = [create(server) for _ in range(3)]
+    assert error_of(server.http.post("/v1/videos", json={"prompt": "a cat"}))[0] == 429
+    engine.may_finish.set()
+    for identity in jobs:
+        server.wait_for(identity, "completed")
 
 
 def test_events_tell_the_whole_way(serve: Serve, png: bytes) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import checkpoint
 from ..config import ServerConfig
+from ..config.engine import ExecutorBackend
 from ..config.flags import add_arguments, engine_config, pick
 from ..errors import ConfigurationError
 from .exit import exit_on_error
@@ -70,6 +71,11 @@ def launch(model: str, values: Mapping[str, Any]) -> None:
     """
     with exit_on_error():
         engine = engine_config(model, values)
+        if engine.distributed_executor_backend is ExecutorBackend.EXTERNAL_LAUNCHER:
+            raise ConfigurationError(
+                "distributed_executor_backend external_launcher is for Omni in a program that torchrun starts; a "
+                "server has one process that takes requests, so start it once, with mp, or ray for several machines"
+            )
         server = pick(ServerConfig, values)
         found = checkpoint.require(model, revision=engine.revision, cache_dir=engine.download_dir)
         found.profile(engine.model_class_name)

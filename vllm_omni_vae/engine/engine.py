@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the rank processes: queues jobs, runs one at a time, and restarts the ranks when they break."""
+"""Owns the model's replicas: queues jobs and hands each to a replica that is free."""
 
 from __future__ import annotations
 
@@ -7,48 +7,39 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-import socket
+import tempfile
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import checkpoint
 from ..config import EngineConfig
+from ..config.engine import ExecutorBackend
 from ..errors import Cancelled, ConfigurationError, EngineError, RequestError
 from ..pipelines.processors import missing_torchvision
 from ..pipelines.profile import read_json
 from ..pipelines.request import RANGES, ComponentReport, GenerationRequest
-from ..worker.messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, StageProgress
-from ..worker.multiproc import RankStalled, WorkerGroup
-from .api import Health, JobHandle, Listener, Progress, Started
+from ..worker.backends import worker_backend
+from .api import Health, JobHandle, Listener
 from .job import EngineJob
+from .queue import JobQueue
+from .replica import Replica
 
 logger = logging.getLogger(__name__)
 
-_MAX_RESTARTS = 3
-_LAGGARD_SECONDS = 5.0
-_STOP_SECONDS = 5.0
-
-
-class _Broken(Exception):
-    """The ranks cannot be used any more; says why, and under which code the running job fails."""
-
-    def __init__(self, message: str, code: str):
-        super().__init__(message)
-        self.code = code
-
 
 class Engine:
-    """Makes clips on rank processes, one at a time, in the order they were submitted. Thread-safe.
+    """Makes clips on ranks, one at a time on each replica, begun in the order they were submitted. Thread-safe.
 
-    A job that fails on all ranks alike leaves them running. A rank that dies, stalls, or fails alone fails the running
-    job with its reason; the ranks then restart by themselves and the queue goes on. After three restarts without a
-    finished job between them the engine gives up and says so in `health`.
+    A job that fails on all ranks alike leaves them running. A rank that dies, stalls, or fails alone fails the job that
+    runs with it, with its reason; the ranks of that replica then restart by themselves and the queue goes on. After
+    three restarts without a finished job between them the replica gives up. The engine gives up with the last one, or
+    with one that does not load at the start, and says so in `health`.
 
     Args:
         config: The model and how to run it.
@@ -74,27 +65,24 @@ class Engine:
                 parallel.vae_patch_parallel_size,
                 parallel.vae_ranks,
             )
-        self.report: tuple[ComponentReport, ...] = ()
-        self.device = self.dtype = ""
-        self._restarts: Counter[str] = Counter()
+        if config.torch_profiler_dir is not None:
+            _make_folder(config.torch_profiler_dir)
         self._defaults: dict[str, Any] = dict(config.default_sampling_params)
         for name in ("boundary_ratio", "flow_shift"):
             if getattr(config, name) is not None:
                 self._defaults[name] = getattr(config, name)
         self._check_defaults()
-        self._done = 0
         self._failure: BaseException | None = None
+        self._ended: Health | None = None
         self._lock = threading.Lock()
-        self._queue: deque[EngineJob] = deque()
-        self._running: EngineJob | None = None
-        self._closing = False
-        self._health = Health(False, "loading")
+        self._closing = threading.Event()
         self._first: Future[None] = Future()
-        self._group: WorkerGroup | None = None
-        self._wake_out, self._wake_in = socket.socketpair()
-        for end in (self._wake_out, self._wake_in):
-            end.setblocking(False)
-        self._thread = threading.Thread(target=self._supervise, name="engine", daemon=True)
+        self._queue = JobQueue()
+        self._backend = worker_backend(config)
+        self._replicas = tuple(
+            Replica(number, config, self._backend, self._queue, self._closing, self._changed)
+            for number in range(parallel.data_parallel_size)
+        )
 
     def _check_defaults(self) -> None:
         """Refuse operator's defaults that would make every request that relies on them fail.
@@ -109,18 +97,20 @@ class Engine:
         card = self.card
         pictures = (np.zeros((1, 1, 3), np.uint8),) if all(task.needs_image for task in card.tasks) else ()
         try:
-            self.resolve(GenerationRequest(prompt="", medium=card.medium, images=pictures))
+            seed = self._defaults.get("seed", 0)
+            self.resolve(GenerationRequest(prompt="", medium=card.medium, images=pictures, seed=seed))
         except RequestError as error:
             raise ConfigurationError(f"default_sampling_params: {error}") from None
 
     def start(self) -> None:
-        """Start the ranks and return when all have loaded.
+        """Start the ranks and return when those of every replica have loaded.
 
         Raises:
             ConfigurationError: the ranks refused what was asked.
             EngineError: they could not be started or did not load in time.
         """
-        self._thread.start()
+        for replica in self._replicas:
+            replica.start()
         self._first.result()
 
     def resolve(self, request: GenerationRequest) -> GenerationRequest:
@@ -129,8 +119,23 @@ class Engine:
         Raises:
             RequestError: the model cannot make it exactly.
         """
+        if request.trace and self.config.torch_profiler_dir is None:
+            raise RequestError(
+                "trace was asked for, but this engine has no folder for traces; start it with --torch-profiler-dir, or "
+                "leave trace out",
+                param="trace",
+                code="unsupported_parameter",
+                status=400,
+            )
         if request.seed is None:
             chosen = self._defaults.get("seed", self.config.seed)
+            if chosen is None and self.config.distributed_executor_backend is ExecutorBackend.EXTERNAL_LAUNCHER:
+                raise RequestError(
+                    "no seed was given, and with external_launcher every rank would draw another; give one here or to "
+                    "the engine",
+                    param="seed",
+                    status=400,
+                )
             request = dataclasses.replace(request, seed=secrets.randbelow(2**31) if chosen is None else chosen)
         return self.profile.resolve(request, self.card, self._defaults)
 
@@ -146,230 +151,122 @@ class Engine:
             EngineError: the engine is closed or has given up.
         """
         job = EngineJob(job_id, request, listener)
-        with self._lock:
-            if self._closing:
-                raise EngineError(f"the engine takes no jobs: {self._health.reason}", code="engine_stopped")
-            self._queue.append(job)
+        if not self._queue.put(job):
+            raise EngineError(f"the engine takes no jobs: {self.health().reason}", code="engine_stopped")
         self._wake()
         return JobHandle(job_id, job.future, lambda: self._cancel(job))
 
     def health(self) -> Health:
-        """Whether jobs are taken and finished, and if not why."""
-        return self._health
+        """Whether jobs are taken and finished, and if not why. Where some replicas do so, why not the others."""
+        if self._ended is not None:
+            return self._ended
+        states = self.replicas
+        if len(states) == 1:
+            return states[0]
+        reasons = [f"replica {number}: {state.reason}" for number, state in enumerate(states) if not state.healthy]
+        return Health(len(reasons) < len(states), "; ".join(reasons))
+
+    @property
+    def replicas(self) -> tuple[Health, ...]:
+        """How each replica is."""
+        return tuple(replica.health for replica in self._replicas)
+
+    @property
+    def report(self) -> tuple[ComponentReport, ...]:
+        """What happened to each autoencoder; the same in every replica."""
+        ready = self._replicas[0].ready
+        return ready.components if ready else ()
+
+    @property
+    def device(self) -> str:
+        """Where the first replica's rank 0 holds its modules; empty before it has loaded."""
+        ready = self._replicas[0].ready
+        return ready.device if ready else ""
+
+    @property
+    def dtype(self) -> str:
+        """Type of the denoiser; empty before it has loaded."""
+        ready = self._replicas[0].ready
+        return ready.dtype if ready else ""
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process id of every rank; empty while there is none."""
-        group = self._group
-        return group.pids if group else []
+        """Process id of every rank, replica after replica; empty while there is none."""
+        return [pid for replica in self._replicas for pid in replica.pids]
 
     @property
     def restarts(self) -> Mapping[str, int]:
-        """How often all ranks were started again, by the code under which the running job failed."""
-        return dict(self._restarts)
+        """How often all ranks of a replica were started again, by the code under which the running job failed."""
+        return dict(sum((replica.restarts for replica in self._replicas), Counter()))
 
     def wait(self) -> BaseException | None:
         """Block until the engine has ended; returns why it gave up, or None when it was closed."""
-        self._thread.join()
+        for replica in self._replicas:
+            replica.join()
         return self._failure
 
     def close(self) -> None:
         """Fail what waits and runs, end the ranks and wait for them. Idempotent; no process stays."""
-        health = self._health if self._failure else Health(False, "stopped")
-        self._end_with(EngineError("the engine was stopped", code="engine_stopped"), health)
-        self._wake()
-        if self._thread.ident is not None:
-            self._thread.join()
-        for end in (self._wake_out, self._wake_in):
-            end.close()
+        self._end_with(EngineError("the engine was stopped", code="engine_stopped"), Health(False, "stopped"))
+        for replica in self._replicas:
+            replica.join()
+            replica.close()
+        self._backend.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody is left to wake
-            self._wake_in.send(b"\0")
+        for replica in self._replicas:
+            replica.wake()
 
     def _cancel(self, job: EngineJob) -> None:
-        with self._lock:
-            job.cancelled = True
-            waiting = job in self._queue
-            if waiting:
-                self._queue.remove(job)
-        if waiting:
+        if self._queue.cancel(job):
             job.fail(Cancelled("the job was cancelled before it ran"))
         else:
             self._wake()
 
-    def _supervise(self) -> None:
-        """Thread body: one group of ranks after another."""
-        restarts = 0
-        while not self._closing:
-            done_before = self._done
-            group = self._group = WorkerGroup(self.config)
-            try:
-                self._load(group)
-                self._run_jobs(group)
-            except ConfigurationError as error:
-                self._give_up(error)
-            except _Broken as broken:
-                logger.error("%s; running job: %s", broken, self._running.id if self._running else "none")
-                restarts = 1 if self._done > done_before else restarts + 1
-                failure = EngineError(str(broken), code=broken.code)
-                if not self._first.done() or restarts > _MAX_RESTARTS:
-                    self._give_up(failure)
-                else:
-                    self._restarts[broken.code] += 1
-                    self._health = Health(False, f"restarting: {failure}")
-                    self._fail_running(failure)
-            except Exception as error:
-                logger.exception("the engine failed")
-                self._give_up(EngineError(f"the engine failed: {error}", code="engine_failed"))
-            finally:
-                group.close(_STOP_SECONDS if self._failure is None and self._closing else 0.0)
-                self._group = None
-        self._end_with(EngineError("the engine was stopped", code="engine_stopped"), self._health)
-
-    def _load(self, group: WorkerGroup) -> None:
-        group.start()
-        deadline = time.monotonic() + self.config.startup_timeout
-        waiting = set(range(group.size))
-        while waiting and not self._closing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise _Broken(f"ranks {sorted(waiting)} did not load within {self.config.startup_timeout} s", "startup")
-            for rank, message in self._receive(group, left):
-                if message is None:
-                    raise _Broken(f"{group.describe_exit(rank)} while loading", "startup")
-                if isinstance(message, LoadFailed):
-                    if message.configuration:
-                        raise ConfigurationError(message.message)
-                    raise _Broken(f"rank {rank} could not load the model: {message.message}", "startup")
-                if isinstance(message, Ready):
-                    waiting.discard(rank)
-                    if rank == 0:
-                        self.report, self.device, self.dtype = message.components, message.device, message.dtype
-        if not self._closing:
-            self._health = Health(True)
-            if not self._first.done():
-                self._first.set_result(None)
-
-    def _run_jobs(self, group: WorkerGroup) -> None:
-        while not self._closing:
-            self._start_next(group)
-            job = self._running
-            for rank, message in self._receive(group, self._patience(job)):
-                if message is None:
-                    raise _Broken(group.describe_exit(rank), "worker_died")
-                if job is not None:
-                    self._hear(job, rank, message)
-            if job is not None:
-                self._check(group, job)
-
-    def _receive(self, group: WorkerGroup, timeout: float | None) -> list[tuple[int, FromRank | None]]:
-        try:
-            messages = group.receive(self._wake_out, timeout)
-        except RankStalled as stalled:
-            raise _Broken(_silence([stalled.rank], self.config.worker_timeout), "worker_stalled") from None
-        with contextlib.suppress(BlockingIOError):
-            self._wake_out.recv(4096)
-        return messages
-
-    def _patience(self, job: EngineJob | None) -> float | None:
-        """Seconds until silence is too long."""
-        if job is None:
-            return None
-        limit = _LAGGARD_SECONDS if job.failure else self.config.worker_timeout
-        return max(0.0, job.heard + limit - time.monotonic())
-
-    def _start_next(self, group: WorkerGroup) -> None:
-        with self._lock:
-            if self._running is not None or not self._queue:
-                return
-            job = self._queue.popleft()
-            if not job.future.set_running_or_notify_cancel():
-                self._wake()
-                return
-            self._running = job
-        try:
-            run = group.packed(Run(job.id, job.request))
-        except Exception as error:
-            self._fail_running(EngineError(f"the request cannot be sent: {error}", code="invalid_request"))
+    def _changed(self, replica: Replica) -> None:
+        """A replica has loaded for the first time, or has given up. On its thread."""
+        if replica.failure is None:
+            if all(one.ready for one in self._replicas):
+                self._resolve_start(None)
             return
-        job.heard = time.monotonic()
-        job.tell(Started())
-        group.send_packed(run)
-
-    def _hear(self, job: EngineJob, rank: int, message: FromRank) -> None:
-        job.heard = time.monotonic()
-        if isinstance(message, StageProgress):
-            job.tell(Progress(message.stage, message.done, message.total))
-        elif isinstance(message, Finished):
-            job.reports[rank] = message
-
-    def _check(self, group: WorkerGroup, job: EngineJob) -> None:
-        """Forward a cancellation, end the job when every rank has reported, or find that one never will."""
-        if job.cancelled and not job.told:
-            job.told = True
-            group.send_all(Cancel(job.id))
-        if len(job.reports) == group.size:
-            self._finish(job)
-        elif self._patience(job) == 0.0:
-            silent = sorted(set(range(group.size)) - set(job.reports))
-            if job.failure:
-                first = next(rank for rank, report in job.reports.items() if report is job.failure)
-                reason = f"rank {first}: {job.failure.message}; ranks {silent} did not end with it"
-                raise _Broken(reason, job.failure.failure or "")
-            raise _Broken(_silence(silent, self.config.worker_timeout), "worker_stalled")
-
-    def _finish(self, job: EngineJob) -> None:
-        """Every rank has left the job and waits: hand out its outcome.
-
-        Raises:
-            _Broken: denoiser ranks ended differently for a reason that they did not share.
-        """
-        failed = job.failure
-        if failed and failed.failure:
-            dit = range(self.config.parallel.dit_world_size)
-            alone = failed.failure is Failure.UNEXPECTED and not all(job.reports[rank].failure for rank in dit)
-            if alone:
-                raise _Broken(failed.message, failed.failure)
-        self._done += 1
-        result = job.reports[0].result
-        if job.cancelled or (failed and failed.failure is Failure.CANCELLED):
-            outcome: BaseException | None = Cancelled("the job was cancelled")
-        elif failed:
-            outcome = EngineError(failed.message, code=str(failed.failure))
-        else:
-            outcome = None
+        failure = replica.failure
         with self._lock:
-            self._running = None
-        if outcome is not None or result is None:
-            job.future.set_exception(outcome or EngineError("the output rank made nothing", code="generation_failed"))
-            return
-        job.complete(result)
-
-    def _fail_running(self, error: BaseException) -> None:
-        with self._lock:
-            job, self._running = self._running, None
-        if job is not None:
-            job.fail(Cancelled("the job was cancelled") if job.cancelled else error)
-
-    def _give_up(self, error: BaseException) -> None:
-        self._failure = error
-        self._end_with(error, Health(False, str(error)))
+            left = [one.number for one in self._replicas if one.failure is None]
+            over = self._failure is None and (not left or not self._first.done())
+            if over:
+                self._failure = failure
+        if over:
+            self._end_with(failure, Health(False, str(failure)))
+        elif left:
+            logger.error("replica %d has given up; jobs run on %s: %s", replica.number, left, failure)
 
     def _end_with(self, error: BaseException, health: Health) -> None:
-        """Take no more jobs and fail those there are. The running job is failed by the thread that runs it."""
+        """Take no more jobs and fail those that wait. A running job is failed by the thread that runs it."""
         with self._lock:
-            self._closing = True
-            self._health = health
-            waiting = list(self._queue)
-            self._queue.clear()
-        if not self._first.done():
-            self._first.set_exception(error)
-        for job in waiting:
+            self._ended = self._ended or health
+        self._closing.set()
+        self._resolve_start(error)
+        for job in self._queue.close():
             job.fail(error)
-        if threading.current_thread() is self._thread:
-            self._fail_running(error)
+        self._wake()
+
+    def _resolve_start(self, error: BaseException | None) -> None:
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self._first.set_result(None)
+            else:
+                self._first.set_exception(error)
 
 
-def _silence(ranks: list[int], seconds: float) -> str:
-    return f"ranks {ranks} gave no sign of progress for {seconds:g} s"
+def _make_folder(name: str) -> None:
+    """Make sure that ranks of this machine can write traces.
+
+    Raises:
+        ConfigurationError: they could not.
+    """
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigurationError(f"torch_profiler_dir {name} cannot be written to: {error}; give another one") from None

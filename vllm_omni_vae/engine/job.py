@@ -8,6 +8,8 @@ import dataclasses
 import logging
 from concurrent.futures import Future, InvalidStateError
 
+import numpy as np
+
 from ..pipelines.request import GenerationRequest, GenerationResult
 from ..worker.messages import Finished
 from .api import JobEvent, Listener
@@ -58,9 +60,18 @@ class EngineJob:
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
 
-    def complete(self, result: GenerationResult) -> None:
-        """Give it its result, with what every rank has reported."""
+    def complete(self, result: GenerationResult | None) -> None:
+        """Give it its result, with what every rank has reported. None: it is elsewhere, and what it gets is empty."""
+        result = result or self._nothing()
         reports = [self.reports[rank] for rank in sorted(self.reports)]
         peaks = tuple(round(report.peak_memory_mb, 1) for report in reports)
         uses = tuple(use for report in reports for use in report.vae_use)
-        self.future.set_result(dataclasses.replace(result, peak_memory_mb=peaks, vae_use=uses))
+        traces = tuple(report.trace for report in reports if report.trace)
+        self.future.set_result(dataclasses.replace(result, peak_memory_mb=peaks, vae_use=uses, traces=traces))
+
+    def _nothing(self) -> GenerationResult:
+        request = self.request
+        frames = np.zeros((0, request.height or 0, request.width or 0, 3), np.uint8)
+        return GenerationResult(
+            frames=frames, fps=request.fps, seed=request.seed or 0, stage_durations={}, decisions=(), peak_memory_mb=()
+        )

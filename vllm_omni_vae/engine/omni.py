@@ -70,7 +70,8 @@ class Omni:
             fields: Any other field of `GenerationRequest`, e.g. ``width``, ``num_frames``, ``num_images``, ``seed``.
 
         Returns:
-            Frames or images, seed, seconds per stage and the VAE's decisions.
+            Frames or images, seed, seconds per stage and the VAE's decisions. With ``external_launcher`` rank 0 alone
+            has them; elsewhere ``frames`` is empty.
 
         Raises:
             RequestError: the model cannot make it exactly.

@@ -82,19 +82,26 @@ VAE_SENT = Declared(
 FALLBACKS = Declared(
     Counter,
     "vllm_omni_vae_vae_fallbacks_total",
-    "Times that a job could not have the forced mode, by the reason with N for every number.",
+    "Times that a job could not have the forced mode, or had no memory for it, by the reason with N for every number.",
     ("operation", "reason"),
 )
 PEAK_MEMORY = Declared(
     Gauge,
     "vllm_omni_vae_peak_memory_bytes",
-    "Peak memory of a rank in the job that was completed last: of the accelerator, or of the process on a CPU.",
+    "Peak memory of a rank of its replica in the job that was completed last: of the accelerator, or of the process on "
+    "a CPU.",
     ("rank",),
+)
+REPLICAS = Declared(
+    Gauge,
+    "vllm_omni_vae_replicas",
+    "Replicas that take jobs (running), and that do not: they load, start again or have given up (down).",
+    ("state",),
 )
 RESTARTS = Declared(
     Counter,
     "vllm_omni_vae_worker_restarts_total",
-    "Times that all ranks were started again, by the code of the failure.",
+    "Times that all ranks of a replica were started again, by the code of the failure.",
     ("code",),
 )
 REQUESTS = Declared(
@@ -112,6 +119,7 @@ METRICS: tuple[Declared[Any], ...] = (
     VAE_SENT,
     FALLBACKS,
     PEAK_MEMORY,
+    REPLICAS,
     RESTARTS,
     REQUESTS,
 )
@@ -134,7 +142,7 @@ class Metrics:
         self._stage_seconds = STAGE_SECONDS.on(registry, buckets=SECONDS)
         self._vae_seconds, self._tiles, self._sent = (one.on(registry) for one in (VAE_SECONDS, VAE_TILES, VAE_SENT))
         self._fallbacks, self._peak_memory = FALLBACKS.on(registry), PEAK_MEMORY.on(registry)
-        self._requests = REQUESTS.on(registry)
+        self._requests, self._replicas = REQUESTS.on(registry), REPLICAS.on(registry)
         self._seen_restarts: dict[str, int] = {}
         self._reasons: set[str] = set()
         ProcessCollector(registry=registry)
@@ -192,6 +200,9 @@ class Metrics:
         what = (__version__, engine.card.pipeline_class, parallel.vae_parallel_mode.value)
         self._build.labels(*what, parallel.vae_ranks, parallel.world_size).set(1)
         self._healthy.set(self._lifecycle.health().healthy)
+        running = sum(state.healthy for state in engine.replicas)
+        self._replicas.labels("running").set(running)
+        self._replicas.labels("down").set(len(engine.replicas) - running)
         for code, count in engine.restarts.items():
             self._restarts.labels(code).inc(count - self._seen_restarts.get(code, 0))
             self._seen_restarts[code] = count

@@ -61,7 +61,7 @@ class JobRunner:
         store: Where jobs are kept.
         metrics: Told how jobs end.
         names: Names under which the model answers.
-        max_queued_jobs: Jobs that may wait behind the one that runs.
+        max_queued_jobs: Jobs that may wait behind those that run, one on each replica.
         job_timeout: Seconds that one job may run, from its start to its files.
     """
 
@@ -100,7 +100,8 @@ class JobRunner:
         if not self._lifecycle.ready:
             raise HTTPException(503, f"no jobs now: {self._lifecycle.health().reason}", headers=RETRY_LATER)
         self.resume()
-        if self._accepting + sum(run.in_engine for run in self._runs.values()) > self._max_queued_jobs:
+        most = self._max_queued_jobs + self._lifecycle.engine.config.parallel.data_parallel_size
+        if self._accepting + sum(run.in_engine for run in self._runs.values()) >= most:
             raise QueueFullError(f"{self._max_queued_jobs} jobs are waiting, the most that may; try again later")
 
     def resume(self) -> None:
@@ -306,6 +307,7 @@ class JobRunner:
             peak_memory_mb=tuple(result.peak_memory_mb),
             vae=tuple(dict(decision) for decision in result.decisions),
             vae_use=tuple(dataclasses.asdict(use) for use in result.vae_use),
+            traces=tuple(result.traces),
             pictures=pictures,
         )
 

@@ -11,8 +11,14 @@ _COLUMNS = ("component", "class", "parallel", "strategy, or why it is off", "sel
 
 
 def startup_table(engine: ServingEngine) -> str:
-    """Return the pipeline, ranks, device and dtype of a started engine, and a line for each of its autoencoders."""
-    title = f"{engine.card.pipeline_class} on {len(engine.worker_pids)} rank(s), {engine.device}, {engine.dtype}"
+    """Return the pipeline, ranks, device and dtype of a started engine, and a line for each of its autoencoders.
+
+    Replicas are told where there are several; the autoencoders are those of one.
+    """
+    parallel = engine.config.parallel
+    replicas = f"{parallel.data_parallel_size} replicas of " if parallel.data_parallel_size > 1 else ""
+    ranks = f"{replicas}{parallel.world_size} rank(s)"
+    title = f"{engine.card.pipeline_class} on {ranks}, {engine.device}, {engine.dtype}"
     rows = [(one.path, one.kind, "on" if one.parallel else "off", one.detail, one.selftest) for one in engine.report]
     return f"{title}\n{_align([_COLUMNS, *rows])}"
 

@@ -16,12 +16,13 @@ import torch
 
 from .. import checkpoint
 from ..autoencoders import FAMILIES, families_by_name
-from ..autoencoders.mixin import check_merge, check_mode
+from ..autoencoders.checks import check_merge, check_mode, check_splits
 from ..config import EngineConfig
 from ..errors import UnsupportedError
 from ..pipelines.components import distribute_vaes, find_vaes, repeated, self_test
 from ..pipelines.profile import PipelineProfile, index_class, read_json
 from ..pipelines.request import ComponentReport
+from .meeting import ranks_share_devices
 from .uneven import uneven_joins
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class LoadedModel:
         reports: What happened to each autoencoder.
         device: Where the modules are.
         dtype: Type of the denoiser, for the start-up table.
+        check_latents: Whether denoiser ranks compare what an encode gave.
     """
 
     profile: PipelineProfile
@@ -58,18 +60,30 @@ class LoadedModel:
     reports: tuple[ComponentReport, ...]
     device: torch.device
     dtype: str
+    check_latents: bool = False
+
+    @property
+    def denoisers(self) -> tuple[Any, ...]:
+        """The networks that denoise; none on a rank that only has the autoencoders."""
+        return () if self.pipeline is None else tuple(_present(self.pipeline, self.profile.denoisers).values())
 
 
-def rank_device(rank: int) -> torch.device:
-    """The accelerator of ``rank`` on this machine, or the CPU where there is none."""
+def rank_device(place: int) -> torch.device:
+    """The accelerator of the rank number ``place`` of this machine, or the CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, rank % torch.accelerator.device_count())
+    return torch.device(accelerator.type, place % torch.accelerator.device_count())
 
 
-def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> LoadedModel:
+def load(config: EngineConfig, rank: int, timeout: timedelta | None = None, *, place: int | None = None) -> LoadedModel:
     """Collective over the world. Load this rank's part of the checkpoint and share its autoencoders.
+
+    Args:
+        config: What to load, and how.
+        rank: This rank.
+        timeout: How long ranks wait for each other.
+        place: Number of this rank among those of its machine. Default: ``rank``.
 
     Raises:
         ConfigurationError: the checkpoint or the parallelism cannot be used as asked.
@@ -78,7 +92,7 @@ def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> L
     profile = found.profile(config.model_class_name)
     entries = _vae_entries(found.folder, profile)
     _check_modes(entries, config)
-    device = rank_device(rank)
+    device = rank_device(rank if place is None else place)
     dtype = _dtypes(config, device, profile)
     source: dict[str, Any] = {"revision": config.revision, "cache_dir": config.download_dir}
     mesh = _mesh(config, device)
@@ -107,7 +121,8 @@ def load(config: EngineConfig, rank: int, timeout: timedelta | None = None) -> L
     reports += [] if pipeline is None else repeated(pipeline, reports)
     reports += [ComponentReport(name, type(part).__name__, False, _SOUND) for name, part in sound.items()]
     shown = dtype.get("default", torch.float32) if isinstance(dtype, dict) else dtype
-    return LoadedModel(profile, pipeline, vaes, sound, tuple(reports), device, str(shown).removeprefix("torch."))
+    name = str(shown).removeprefix("torch.")
+    return LoadedModel(profile, pipeline, vaes, sound, tuple(reports), device, name, config.vae.vae_check_latents)
 
 
 def _pipeline_kind(folder: Path, profile: PipelineProfile) -> tuple[Any, dict[str, None]]:
@@ -120,11 +135,12 @@ def _pipeline_kind(folder: Path, profile: PipelineProfile) -> tuple[Any, dict[st
 
 
 def _check_modes(entries: dict[str, Any], config: EngineConfig) -> None:
-    """Refuse a mode, or a merge of tiles, before any weight is read."""
+    """Refuse a mode, a merge of tiles or a split before any weight is read."""
     for family in FAMILIES:
         if family.spec.base_class in entries.values():
             check_mode(family.spec, config.parallel.vae_parallel_mode)
             check_merge(family, config.parallel.vae_tile_merge)
+            check_splits(family.spec, config.parallel.vae_splits)
 
 
 def _vae_entries(folder: Path, profile: PipelineProfile) -> dict[str, Any]:
@@ -159,6 +175,11 @@ def _mesh(config: EngineConfig, device: torch.device) -> Any:
     ranks = torch.arange(parallel.dit_world_size)
     if len(ranks) == 1:
         return None
+    if device.type != "cpu" and ranks_share_devices():
+        raise UnsupportedError(
+            f"{len(ranks)} denoiser ranks need a device each, and here ranks share one; give them more devices, or "
+            "denoise on one rank: only VAE ranks can share a device"
+        )
     if parallel.use_hsdp:
         return DeviceMesh(device.type, ranks.view(parallel.hsdp_mesh), mesh_dim_names=("replicate", "shard"))
     if parallel.tensor_parallel_size > 1:

@@ -5,9 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 
 _FORMAT = "%(levelname)s %(asctime)s [%(speaker)s] %(name)s: %(message)s"
+
+
+def begin_log(level: str) -> None:
+    """Write the log of a process that stands for a rank to stderr, without the progress bars of libraries."""
+    logging.basicConfig(level=level, stream=sys.stderr)
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 class RankLog(logging.Filter):

@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import deque
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..distributed import Communicator, TorchCommunicator
+from ..distributed import Communicator, TorchCommunicator, give_back, is_out_of_memory
 from ..errors import Cancelled, ConfigurationError, DisagreementError, RankError
 from ..pipelines.request import GenerationResult, Stage
 from . import loader, runner
 from .log import RankLog
+from .meeting import meet
 from .messages import Cancel, Failure, Finished, FromRank, LoadFailed, Ready, Run, Setup, StageProgress, Stop, ToRank
 from .rendezvous import LeaderRendezvous, dismiss, follow
+from .trace import JobTrace
 from .use import UseMeter
 
 logger = logging.getLogger(__name__)
@@ -28,16 +30,32 @@ _AS_LONG_AS_IT_TAKES = timedelta(days=30)
 """Ranks wait for each other while one loads or denoises; the engine watches for silence and ends those that wait."""
 
 
+class EngineConnection(Protocol):
+    """As much of a `multiprocessing.connection.Connection` to the engine as a rank uses."""
+
+    def poll(self, timeout: float) -> bool: ...
+
+    def recv(self) -> Any: ...
+
+    def send(self, message: Any, /) -> None: ...
+
+
+_REMEDY = (
+    "; it ran out of memory. Ask for a smaller size or fewer frames, or start the server with smaller tiles "
+    "(--vae-tile-size), or with more VAE ranks in a spatial_shard mode"
+)
+
+
 class RankWorker:
-    """The life of one rank process.
+    """The life of one rank.
 
     Args:
-        connection: The private pipe to the engine.
+        connection: The way to the engine.
         setup: Who this rank is and what to load.
         log: Told which job runs.
     """
 
-    def __init__(self, connection: Connection, setup: Setup, log: RankLog):
+    def __init__(self, connection: EngineConnection, setup: Setup, log: RankLog):
         self._pipe = connection
         self._setup = setup
         self._log = log
@@ -65,18 +83,12 @@ class RankWorker:
 
     def _load(self) -> loader.LoadedModel:
         setup = self._setup
-        device = loader.rank_device(setup.rank)
+        device = loader.rank_device(setup.place)
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
         if setup.world_size > 1:
-            dist.init_process_group(
-                "cpu:gloo" if device.type == "cpu" else None,
-                init_method=setup.init_method,
-                rank=setup.rank,
-                world_size=setup.world_size,
-                timeout=_AS_LONG_AS_IT_TAKES,
-            )
-        model = loader.load(setup.config, setup.rank, _AS_LONG_AS_IT_TAKES)
+            meet(setup.init_method, setup.rank, setup.world_size, device, _AS_LONG_AS_IT_TAKES)
+        model = loader.load(setup.config, setup.rank, _AS_LONG_AS_IT_TAKES, place=setup.place)
         if setup.world_size > 1:
             self._join_groups(model)
         return model
@@ -107,9 +119,13 @@ class RankWorker:
         message = ""
         result: GenerationResult | None = None
         meter = UseMeter(self._setup.rank)
+        trace = self._trace(run)
         runner.reset_peak_memory(model.device)
         try:
-            result = self._run(model, run, meter)
+            with contextlib.ExitStack() as recorded:
+                if trace is not None:
+                    recorded.enter_context(trace.recording(model.vaes.values(), model.denoisers))
+                result = self._run(model, run, meter, trace)
         except Cancelled as error:
             failure, message = Failure.CANCELLED, str(error)
         except runner.InvalidOutput as error:
@@ -117,14 +133,27 @@ class RankWorker:
         except (RankError, DisagreementError) as error:
             logger.error("job %s: %s", run.job_id, error, exc_info=error.__cause__)
             failure, message = Failure.RANK_FAILED, str(error)
+            if is_out_of_memory(error):
+                failure, message = Failure.OUT_OF_MEMORY, f"{message}{_REMEDY}"
         except Exception as error:
             logger.exception("job %s failed", run.job_id)
             failure, message = Failure.UNEXPECTED, f"{type(error).__name__}: {error}"
+            if is_out_of_memory(error):
+                failure, message = Failure.OUT_OF_MEMORY, f"rank {self._setup.rank} failed: {message}{_REMEDY}"
+        if failure is not None:
+            give_back(model.device)
         peak = runner.peak_memory_mb(model.device)
         logger.debug("the autoencoders took %s", list(meter.uses))
-        return Finished(run.job_id, failure, message, result, peak, meter.uses)
+        written = "" if trace is None else trace.written
+        return Finished(run.job_id, failure, message, result, peak, meter.uses, written)
 
-    def _run(self, model: loader.LoadedModel, run: Run, meter: UseMeter) -> GenerationResult | None:
+    def _trace(self, run: Run) -> JobTrace | None:
+        folder = self._setup.config.torch_profiler_dir
+        return JobTrace(folder, run.job_id, self._setup.rank) if folder and run.request.trace else None
+
+    def _run(
+        self, model: loader.LoadedModel, run: Run, meter: UseMeter, trace: JobTrace | None
+    ) -> GenerationResult | None:
         if model.pipeline is None:
             if self._control is not None:
                 follow(model.vaes, self._control, model.device, lambda: self._cancelled(run.job_id), meter)
@@ -135,7 +164,7 @@ class RankWorker:
                 run.request,
                 self._denoisers,
                 lambda: self._cancelled(run.job_id),
-                lambda stage, done, total: self._progress(run.job_id, stage, done, total),
+                lambda stage, done, total: self._progress(run.job_id, stage, done, total, trace),
                 is_output=self._setup.rank == 0,
                 meter=meter,
             )
@@ -143,7 +172,9 @@ class RankWorker:
             if self._setup.rank == 0:
                 dismiss(self._control)
 
-    def _progress(self, job_id: str, stage: Stage, done: int, total: int) -> None:
+    def _progress(self, job_id: str, stage: Stage, done: int, total: int, trace: JobTrace | None) -> None:
+        if trace is not None:
+            trace.end_step(stage)
         if self._setup.rank == 0:
             self._send(StageProgress(job_id, stage, done, total))
 

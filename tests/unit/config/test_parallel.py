@@ -19,6 +19,7 @@ SIZES = (
     "ring_degree",
     "cfg_parallel_size",
     "hsdp_replicate_size",
+    "data_parallel_size",
 )
 
 
@@ -148,3 +149,14 @@ def test_every_rank_has_a_place(sizes: dict[str, int], num_gpus: int | None) -> 
     assert config.dit_world_size == denoiser <= config.world_size
     assert 1 <= config.vae_ranks <= min(config.world_size, sizes["vae_patch_parallel_size"])
     assert config.world_size == (num_gpus or max(denoiser, sizes["vae_patch_parallel_size"]))
+
+
+def test_replicas_share_the_ranks_that_there_are() -> None:
+    shared = DiffusionParallelConfig(vae_patch_parallel_size=2, data_parallel_size=3, num_gpus=6)
+    assert (shared.world_size, shared.vae_ranks) == (2, 2)
+    assert DiffusionParallelConfig(vae_patch_parallel_size=2, data_parallel_size=3).world_size == 2
+    assert DiffusionParallelConfig(vae_patch_parallel_size=2, data_parallel_size=2, num_gpus=2).vae_ranks == 1
+    with pytest.raises(ConfigurationError, match=r"num_gpus is 4, which 3 replicas .* cannot share evenly"):
+        DiffusionParallelConfig(data_parallel_size=3, num_gpus=4)
+    with pytest.raises(ConfigurationError, match="num_gpus is 2 but the denoiser's parallelism needs 4 ranks"):
+        DiffusionParallelConfig(ulysses_degree=2, data_parallel_size=2, num_gpus=2)
