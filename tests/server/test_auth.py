@@ -23,7 +23,7 @@ CLOSED = [
     "/openapi.json",
     "/nowhere",
     "/health/",
-    "//health",
+    "http://testserver//health",
 ]
 
 

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import error_response
+from .page import PAGE_PATHS
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 
@@ -22,7 +23,7 @@ def _digest(key: bytes) -> bytes:
 class BearerAuth:
     """ASGI middleware that answers 401 unless the client presents one of the keys.
 
-    The time that a comparison takes says nothing about a key. `OPEN_PATHS` need no key.
+    The time that a comparison takes says nothing about a key. `OPEN_PATHS` and the page need no key.
 
     Args:
         app: The application behind it.
@@ -48,7 +49,8 @@ class BearerAuth:
     @staticmethod
     def _is_open(scope: Scope) -> bool:
         path: str = scope["path"]
-        return path.removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+        below = path.removeprefix(scope.get("root_path", "")) or "/"
+        return below in OPEN_PATHS or below in PAGE_PATHS
 
     def _is_known(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from .. import __version__
+from .capabilities import capabilities
 from .errors import error_response
 from .lifecycle import LOADING, EngineLifecycle
 from .metrics import Metrics
@@ -21,8 +22,9 @@ OWNER = "vllm-omni-vae"
 def model_routes(lifecycle: EngineLifecycle, names: tuple[str, ...]) -> APIRouter:
     """Return ``/v1/models``, ``/health``, ``/ping`` and ``/version``.
 
-    ``/health`` and ``/ping`` answer 200 when jobs are taken, else 503 with the reason as the error's message
-    (``loading`` while the model is being loaded).
+    ``/health`` and ``/ping`` answer 200 when jobs are taken, with the status ``degraded`` and the reason while not
+    every replica takes them, else 503 with the reason as the error's message (``loading`` while the model is being
+    loaded).
 
     Args:
         lifecycle: Knows how the engine is.
@@ -32,13 +34,19 @@ def model_routes(lifecycle: EngineLifecycle, names: tuple[str, ...]) -> APIRoute
     created = int(time.time())
 
     async def list_models() -> Response:
-        """Return the names under which the model answers."""
-        data = [{"id": name, "object": "model", "created": created, "owned_by": OWNER} for name in names]
+        """Return the names under which the model answers, and what can be asked of it."""
+        able = capabilities(lifecycle.engine)
+        data = [
+            {"id": name, "object": "model", "created": created, "owned_by": OWNER, "capabilities": able}
+            for name in names
+        ]
         return JSONResponse({"object": "list", "data": data})
 
     async def health() -> Response:
         """Say whether jobs are taken and finished."""
         state = lifecycle.health()
+        if state.healthy and state.reason:
+            return JSONResponse({"status": "degraded", "reason": state.reason})
         if state.healthy:
             return JSONResponse({"status": "healthy"})
         return error_response(503, state.reason, code="loading" if state.reason == LOADING else "unhealthy")
