@@ -61,6 +61,7 @@ def test_flags_of_both_reach_their_fields(with_plugin: Mapping[str, Any], models
         served_model_name=("wan", "wan-alias"),
         allowed_origins=("https://a",),
         disable_uvicorn_access_log=True,
+        allowed_media_domains=("a.example", "b.example"),
         max_pixels=1000,
     )
     _assert_started(outcome, engine, server)

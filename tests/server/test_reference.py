@@ -5,6 +5,7 @@ import base64
 import functools
 import io
 import random
+import resource
 import struct
 import zlib
 from typing import Any
@@ -143,6 +144,41 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("side", [1_000, 20_000, 2**31 - 1])
 def test_a_decompression_bomb_is_413(side: int) -> None:
     assert refusal(bomb(side, side)).status == 413
+
+
+def claiming(side: int) -> dict[str, bytes]:
+    """Small files that claim to be ``side`` pixels wide and high, one of each type that is read."""
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    webp = bytearray(saved(frames[0], "WEBP", save_all=True, append_images=frames[1:]))
+    assert webp[12:16] == b"VP8X"
+    webp[24:30] = 2 * (side - 1).to_bytes(3, "little")
+    jpeg = bytearray(saved(frames[0], "JPEG"))
+    place = jpeg.index(b"\xff\xc0") + 5
+    jpeg[place : place + 4] = 2 * side.to_bytes(2, "big")
+    return {"PNG": bomb(side, side), "WEBP": bytes(webp), "JPEG": bytes(jpeg)}
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+def test_what_a_file_claims_takes_no_memory(kind: str) -> None:
+    data = claiming(16_000)[kind]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    error = refusal(data)
+    assert (error.status, error.code) == (413, "image_too_large")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; decoded it has 750,000
+
+
+def test_text_and_profiles_that_grow_when_unpacked_take_no_memory() -> None:
+    packer = zlib.compressobj()
+    packed = b"a\0\0" + b"".join(packer.compress(bytes(2**20)) for _ in range(256)) + packer.flush()
+    small = saved(Image.new("RGB", (8, 8), "red"))
+    for name in (b"zTXt", b"iCCP"):
+        chunk = struct.pack(">I", len(packed)) + name + packed + struct.pack(">I", zlib.crc32(name + packed))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            assert (load(small[:33] + chunk + small[33:]) == (255, 0, 0)).all()
+        except RequestError as error:
+            assert (error.status, error.code) == (400, "invalid_image")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; unpacked it has 262,144
 
 
 def test_broken_files_are_400() -> None:

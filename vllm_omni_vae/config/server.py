@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import ssl
 
 from ..errors import ConfigurationError
 from .option import option
 
+_HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*")
+_LISTS = (
+    "api_key",
+    "served_model_name",
+    "allowed_origins",
+    "allowed_methods",
+    "allowed_headers",
+    "allowed_media_domains",
+)
 _LIMITS = (
     "media_ttl",
     "media_max_bytes",
@@ -25,7 +35,7 @@ class ServerConfig:
     """The server's settings. Fields that vLLM's frontend has too keep vLLM's names and meaning.
 
     Raises:
-        ConfigurationError: a limit below one, or a TLS key without its certificate.
+        ConfigurationError: a limit below one, a host that is no name, or a TLS key without its certificate.
     """
 
     host: str | None = option(None, "Address to listen on. Default: all.", shared=True)
@@ -61,15 +71,32 @@ class ServerConfig:
     max_upload_bytes: int = option(64 * 1024 * 1024, "Largest request body in bytes; a larger one is answered 413.")
     max_pixels: int = option(4096 * 4096, "Most pixels in one frame or image, asked for or uploaded.")
     max_frames: int = option(1024, "Most frames in one video, or images in one answer.")
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "Hosts from which reference images may be fetched over http and https. Default: none; images come as files and "
+        "data URLs.",
+        shared=True,
+    )
     job_timeout: float = option(3600.0, "Seconds that one job may run before it fails.")
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "served_model_name", "allowed_origins", "allowed_methods", "allowed_headers"):
+        for name in _LISTS:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "allowed_media_domains", tuple(map(_host, self.allowed_media_domains)))
         for name in _LIMITS:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigurationError(f"{name} is {value}; give a number above 0")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigurationError("ssl_keyfile and ssl_certfile go together; one of them is missing")
+
+
+def _host(text: str) -> str:
+    name = text.lower()
+    if len(name) > 253 or not _HOST.fullmatch(name):
+        raise ConfigurationError(
+            f"allowed_media_domains {text!r} is no host name; write it as images.example.com, without https:// and "
+            "path, in ASCII"
+        )
+    return name

@@ -23,6 +23,7 @@ from ..engine.engine import Engine
 from ..errors import ConfigurationError
 from .auth import BearerAuth
 from .errors import install_error_handlers
+from .fetch import ImageFetcher
 from .image_intake import ImageIntake
 from .images import ImageRoutes
 from .jobs import JobStore
@@ -30,6 +31,7 @@ from .lifecycle import EngineLifecycle, ServingEngine
 from .listen import describe, listening_socket
 from .metrics import Metrics
 from .models import metrics_route, model_routes
+from .page import page_routes
 from .runner import JobRunner
 from .table import startup_table
 from .tracking import RequestTracking
@@ -55,7 +57,9 @@ class _Parts:
     store: JobStore
 
 
-def create_app(engine: ServingEngine, config: ServerConfig, *, model_name: str) -> FastAPI:
+def create_app(
+    engine: ServingEngine, config: ServerConfig, *, model_name: str, fetcher: ImageFetcher | None = None
+) -> FastAPI:
     """Return the application. While it runs it starts ``engine`` in the background, and closes it at the end.
 
     Until the engine is ready ``/health`` says why not and jobs are refused with 503.
@@ -64,12 +68,16 @@ def create_app(engine: ServingEngine, config: ServerConfig, *, model_name: str) 
         engine: Not started yet.
         config: Names, keys, limits. Where to listen is the business of who runs the application.
         model_name: Name under which the model answers unless ``config`` names others.
+        fetcher: Gets reference images that are addresses; None for one that ``config`` describes.
     """
-    return _assemble(engine, config, model_name).app
+    return _assemble(engine, config, model_name, fetcher).app
 
 
-def _assemble(engine: ServingEngine, config: ServerConfig, model_name: str) -> _Parts:
+def _assemble(
+    engine: ServingEngine, config: ServerConfig, model_name: str, fetcher: ImageFetcher | None = None
+) -> _Parts:
     names = config.served_model_name or (model_name,)
+    fetcher = fetcher or ImageFetcher(config.allowed_media_domains, config.max_upload_bytes)
     lifecycle = EngineLifecycle(engine)
     store = JobStore(config.media_storage_path, config.media_ttl, max_bytes=config.media_max_bytes)
     metrics = Metrics(lifecycle, config.max_queued_jobs)
@@ -108,10 +116,11 @@ def _assemble(engine: ServingEngine, config: ServerConfig, model_name: str) -> _
         openapi_url=schema,
     )
     install_error_handlers(app)
+    app.include_router(page_routes())
     app.include_router(model_routes(lifecycle, names))
     app.include_router(metrics_route(metrics, runner))
-    app.include_router(VideoRoutes(VideoIntake(engine, names, config), runner, store).router)
-    app.include_router(ImageRoutes(ImageIntake(engine, names, config), runner).router)
+    app.include_router(VideoRoutes(VideoIntake(engine, names, config, fetcher), runner, store).router)
+    app.include_router(ImageRoutes(ImageIntake(engine, names, config, fetcher), runner).router)
     app.add_middleware(UploadLimit, max_bytes=config.max_upload_bytes)
     if config.api_key:
         app.add_middleware(BearerAuth, keys=config.api_key)
@@ -215,6 +224,7 @@ def _serve(parts: _Parts, config: ServerConfig, sock: socket.socket) -> None:
 
 def _show_log() -> None:
     """Write this package's log to stderr, unless whoever started the process has seen to it."""
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what a client got wrong
     package = logging.getLogger(__name__.partition(".")[0])
     if not package.hasHandlers():
         handler = logging.StreamHandler()

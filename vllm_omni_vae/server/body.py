@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Collection
 from typing import Any
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from ..errors import RequestError
+from .strict_json import MAX_DEPTH, loads
 
 # Sixteen images and a mask, as OpenAI's client sends them.
 MAX_FILES = 17
 MAX_FIELDS = 256
+# Others that Python knows take time that grows with the square of a text, or are no text at all.
+_CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "iso-8859-1", "latin-1"})
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _BRACKETS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]*\])+)")
 _TEXT_FIELDS = frozenset({"prompt", "negative_prompt"})
@@ -35,10 +38,12 @@ async def read_fields(request: Request, *, max_bytes: int, repeated: Collection[
         repeated: Fields that a form may hold more than once; they are lists, also where they come once.
 
     Raises:
-        RequestError: 400 for a malformed body or too many parts, 415 for another Content-Type.
+        RequestError: 400 for a malformed body, too many parts or too deep ones, 415 for another Content-Type or
+            charset.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type in _FORMS:
+        _check_charset(request.headers["content-type"])
         return await _read_form(request, max_bytes, repeated)
     if content_type == "application/json" or content_type.endswith("+json"):
         return await asyncio.to_thread(_parse_json, await request.body())
@@ -51,12 +56,23 @@ async def read_fields(request: Request, *, max_bytes: int, repeated: Collection[
 
 def _parse_json(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = loads(body)
+    except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}", code="invalid_json", status=400) from None
     if not isinstance(value, dict):
         raise RequestError("the body is JSON but no object; send {...}", code="invalid_json", status=400)
+    if len(value) > MAX_FIELDS:
+        message = f"the body has {len(value)} fields; send at most {MAX_FIELDS}"
+        raise RequestError(message, code="invalid_json", status=400)
     return {name: field for name, field in value.items() if field is not None}
+
+
+def _check_charset(content_type: str) -> None:
+    charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in _CHARSETS:
+        raise RequestError(
+            f"the charset of the form is {charset}; send it in utf-8", code="unsupported_media_type", status=415
+        )
 
 
 async def _read_form(request: Request, max_bytes: int, repeated: Collection[str]) -> dict[str, Any]:
@@ -71,6 +87,9 @@ async def _read_form(request: Request, max_bytes: int, repeated: Collection[str]
 
 
 def _put(fields: dict[str, Any], name: str, value: bytes | str) -> None:
+    if name.count("[") > MAX_DEPTH:
+        message = f"a field has more than {MAX_DEPTH} pairs of brackets"
+        raise RequestError(message, code="invalid_parameter", status=400)
     match = _BRACKETS.fullmatch(name)
     if match is None:
         _put_leaf(fields, name, value, name)
@@ -111,7 +130,7 @@ def _clash(name: str) -> RequestError:
 
 def _literal(text: str) -> Any:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = loads(text)
+    except ValueError:
         return text
     return text if isinstance(value, (dict, list, str)) else value

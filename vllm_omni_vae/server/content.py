@@ -11,7 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-_RANGE = re.compile(r"bytes=\s*(\d+-\d*|-\d+)(\s*,\s*(\d+-\d*|-\d+))*\s*", re.IGNORECASE)
+# Numbers of at most 18 digits: more than a file has bytes, and fewer than Python refuses to read.
+_PART = r"(\d{1,18}-\d{0,18}|-\d{1,18})"
+_RANGE = re.compile(rf"bytes=\s*{_PART}(\s*,\s*{_PART})*\s*", re.IGNORECASE)
 
 
 class RangedFile(FileResponse):

@@ -12,13 +12,15 @@ import struct
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..errors import RequestError
 from ..pipelines.request import Frames
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
+# Characters before the data of a data URL, of which no more are looked at.
+_MAX_HEAD = 256
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, EOFError, struct.error)
 
 
@@ -74,9 +76,9 @@ def decode(upload: Upload, convert: Callable[[Image.Image], Image.Image], *, max
     except RequestError:
         raise
     except _BROKEN as error:
-        raise upload.refusal(
-            f"{upload.name} cannot be read as PNG, JPEG or WebP ({type(error).__name__}: {error})", "invalid_image"
-        ) from None
+        known = not isinstance(error, UnidentifiedImageError)  # else it says where in memory the bytes are
+        reason = f" ({type(error).__name__}: {error})" if known else ""
+        raise upload.refusal(f"{upload.name} cannot be read as PNG, JPEG or WebP{reason}", "invalid_image") from None
 
 
 def _decode_url(upload: Upload, url: str) -> bytes:
@@ -85,7 +87,7 @@ def _decode_url(upload: Upload, url: str) -> bytes:
             "this server fetches nothing from the network; upload the image or send it as a data URL",
             "unsupported_url",
         )
-    head = _DATA_URL.match(url)
+    head = _DATA_URL.match(url[:_MAX_HEAD])
     if head is None:
         raise upload.refusal(
             f"{upload.name} is no file and no data URL; write 'data:image/png;base64,' and the base64 text",

@@ -10,13 +10,17 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from ..errors import EngineError, QueueFullError, RequestError
 from .request_id import REQUEST_ID, request_id
 
 RETRY_AFTER_S = 5
+MAX_TEXT = 2000
+"""Characters of an error's message, and of the field that it names."""
+
+CLIENT_CLOSED_REQUEST = 499
 NO_RETRY = {"x-should-retry": "false"}
 RETRY_LATER = {"Retry-After": str(RETRY_AFTER_S)}
 
@@ -51,7 +55,8 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def _printable(text: str) -> str:
-    # A client can name a field with half of a surrogate pair, which UTF-8 cannot carry back.
+    # A client can name a field with half of a surrogate pair, which UTF-8 cannot carry back, or at great length.
+    text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -85,6 +90,10 @@ async def _on_engine_error(_: Request, error: Exception) -> Response:
     return error_response(503, str(error), code=error.code, headers=RETRY_LATER)
 
 
+async def _on_disconnect(_: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)  # counted, read by nobody
+
+
 async def _on_unexpected(_: Request, error: Exception) -> Response:
     headers = {REQUEST_ID: request_id.get()}
     message = "internal error; the server's log has the reason"
@@ -98,4 +107,5 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(QueueFullError, _on_queue_full)
     app.add_exception_handler(EngineError, _on_engine_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)

@@ -8,19 +8,16 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 from starlette.requests import Request
 
 from ..errors import RequestError
 from ..pipelines.checks import check_task
 from ..pipelines.request import GenerationRequest
 from .image_form import REPEATED, EditForm, ImageForm
-from .intake import Intake
+from .intake import UNREAD, Intake
 from .mask import load_mask
 from .pictures import WEBP_SIDE, Encoding
 from .reference import load_reference
-
-_UNREAD = np.zeros((1, 1, 3), np.uint8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,17 +64,18 @@ class ImageIntake(Intake):
         card, max_pixels = self._engine.card, self._config.max_pixels
         names = {"image": uploads[0].param, "mask": mask.param if mask else "mask"}
         with _named(names):
-            check_task(dataclasses.replace(asked, images=(_UNREAD,) * len(uploads)), card)
+            check_task(dataclasses.replace(asked, images=(UNREAD,) * len(uploads)), card)
         terms = self._terms(form)
+        pictures = await self._fetcher.fetch([*uploads, *([mask] if mask else [])])
         images = []
-        for upload in uploads:
+        for upload in pictures[: len(uploads)]:
             images.append(
                 await asyncio.to_thread(load_reference, upload, max_pixels=max_pixels, transparency=card.transparency)
             )
         asked = dataclasses.replace(asked, images=tuple(images))
         if mask is not None:
             height, width = images[0].shape[:2]
-            marked = await asyncio.to_thread(load_mask, mask, (width, height), max_pixels=max_pixels)
+            marked = await asyncio.to_thread(load_mask, pictures[-1], (width, height), max_pixels=max_pixels)
             asked = dataclasses.replace(asked, mask=marked)
         return self._order(form, asked, names, terms)
 

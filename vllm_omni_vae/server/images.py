@@ -10,12 +10,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..errors import RequestError
+from .errors import CLIENT_CLOSED_REQUEST
 from .image_answers import image_events, images_body
 from .image_form import EditForm, ImageForm
 from .image_intake import ImageIntake, ImageOrder
 from .runner import JobRunner
 from .schema import body_of
-from .waiting import CLIENT_CLOSED_REQUEST, JobStream, finished, job_headers
+from .waiting import JobStream, finished, job_headers
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TypeVar
 
+import numpy as np
 from pydantic import BaseModel
 from starlette.requests import Request
 
@@ -13,10 +14,14 @@ from ..config import ServerConfig
 from ..errors import RequestError
 from ..pipelines.request import GenerationRequest
 from .body import read_fields
+from .fetch import ImageFetcher
 from .fields import validate
 from .lifecycle import ServingEngine
 
 Form = TypeVar("Form", bound=BaseModel)
+
+UNREAD = np.zeros((1, 1, 3), np.uint8)
+"""Stands for an image in a check of the task, which comes before the image is fetched and read."""
 
 
 class Intake:
@@ -26,12 +31,16 @@ class Intake:
         engine: Fills in the model's defaults and refuses what the model cannot make.
         names: Names under which the model answers; the first is used where a request gives none.
         config: Limits on bodies, pixels and frames.
+        fetcher: Gets pictures that are addresses.
     """
 
-    def __init__(self, engine: ServingEngine, names: tuple[str, ...], config: ServerConfig) -> None:
+    def __init__(
+        self, engine: ServingEngine, names: tuple[str, ...], config: ServerConfig, fetcher: ImageFetcher
+    ) -> None:
         self._engine = engine
         self._names = names
         self._config = config
+        self._fetcher = fetcher
 
     async def _read(self, form: type[Form], request: Request, repeated: Collection[str] = frozenset()) -> Form:
         fields = await read_fields(request, max_bytes=self._config.max_upload_bytes, repeated=repeated)

@@ -10,9 +10,10 @@ from pathlib import Path
 from starlette.requests import Request
 
 from ..errors import RequestError
+from ..pipelines.checks import check_task
 from ..pipelines.request import Frames, GenerationRequest
 from .decode import Upload
-from .intake import Intake
+from .intake import UNREAD, Intake
 from .reference import fit_reference, load_reference
 from .video_form import RemixForm, VideoForm, nearest_frames
 
@@ -47,6 +48,8 @@ class VideoIntake(Intake):
         if upload is None:
             resolved = self._resolve(asked, form)
         else:
+            check_task(dataclasses.replace(asked, images=(UNREAD,)), self._engine.card)
+            (upload,) = await self._fetcher.fetch([upload])
             image = await asyncio.to_thread(load_reference, upload, max_pixels=self._config.max_pixels)
             resolved = self._resolve(dataclasses.replace(asked, images=(image,)), form)
             width, height = resolved.width or image.shape[1], resolved.height or image.shape[0]
@@ -66,7 +69,7 @@ class VideoIntake(Intake):
         if await asyncio.to_thread(reference.exists):
             upload = Upload(await asyncio.to_thread(reference.read_bytes), "input_reference")
             images = (await asyncio.to_thread(load_reference, upload, max_pixels=self._config.max_pixels),)
-        return self._engine.resolve(dataclasses.replace(source, prompt=form.prompt, images=images))
+        return self._engine.resolve(dataclasses.replace(source, prompt=form.prompt, images=images, trace=False))
 
     def _resolve(self, asked: GenerationRequest, form: VideoForm) -> GenerationRequest:
         resolved = self._engine.resolve(asked)

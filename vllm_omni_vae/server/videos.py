@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..errors import RequestError
 from .content import RangedFile, check_range
+from .errors import CLIENT_CLOSED_REQUEST
 from .events import job_events
 from .job import Job
 from .jobs import JobStore, ListOrder
@@ -20,7 +21,7 @@ from .runner import JobRunner
 from .schema import body_of
 from .video_form import RemixForm, VideoForm
 from .video_intake import VideoIntake
-from .waiting import CLIENT_CLOSED_REQUEST, finished, job_headers
+from .waiting import finished, job_headers
 
 POLL_AFTER_MS = 500
 

@@ -14,8 +14,6 @@ from starlette.types import Receive, Scope, Send
 from .job import Job
 from .runner import JobRunner
 
-CLIENT_CLOSED_REQUEST = 499
-
 
 async def finished(runner: JobRunner, job: Job, request: Request) -> bool:
     """Return True when ``job`` is over, or False when the client has gone away before that."""
