@@ -20,7 +20,8 @@ Checkpoint = Callable[[str], str]
 
 
 CPU = pytest.param("cpu", marks=[*hardware_marks(res={"cpu": None}, num_cards=2), pytest.mark.timeout(300)])
-CUDA = pytest.param("cuda", marks=[*hardware_marks(res={"cuda": "H100"}, num_cards=2), pytest.mark.timeout(3600)])
+_CARDS = hardware_marks(res={"cuda": "H100", "rocm": "MI300X"}, num_cards=2)
+CUDA = pytest.param("cuda", marks=[*_CARDS, pytest.mark.timeout(3600)])
 
 
 @pytest.fixture(scope="module", params=[CPU, CUDA])

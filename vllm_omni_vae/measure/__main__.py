@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of a rank process: ``python -m vllm_omni_vae.measure FD``, started by `run_job` alone."""
+"""Entry point of a rank process: ``python -m vllm_omni_vae.measure FD``, started by `Ranks` alone."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from .messages import Failed, Setup
 
 
 def main() -> None:
-    """Measure what comes over the inherited pipe, and tell it. The parent's death ends this process."""
+    """Measure what comes over the inherited pipe, one job after the other, and tell it. Ends with its parent."""
     end_with_parent()
     logging.basicConfig(level=envs.log_level(), stream=sys.stderr)
     pipe = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, ConnectionError):  # the command is gone
-        setup: Setup = pipe.recv()
-        if os.getppid() != setup.command:  # it was gone before this process asked to end with it
-            raise EOFError
-        try:
-            from .rank import measure
+        while True:
+            setup: Setup = pipe.recv()
+            if os.getppid() != setup.command:  # it was gone before this process asked to end with it
+                raise EOFError
+            try:
+                from .rank import measure
 
-            pipe.send(measure(setup, pipe.send))
-        except Exception as error:
-            traceback.print_exc()
-            pipe.send(Failed(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError)))
-            pipe.poll(None)  # others may still say more; the command ends this process
+                pipe.send(measure(setup, pipe.send))
+            except Exception as error:
+                traceback.print_exc()
+                pipe.send(Failed(f"{type(error).__name__}: {error}", isinstance(error, PeerLostError)))
+                pipe.poll(None)  # others may still say more; the command ends this process
+                break
     pipe.close()
     logging.shutdown()
     os._exit(0)

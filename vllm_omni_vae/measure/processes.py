@@ -40,18 +40,25 @@ def run_job(job: Job, on_progress: Callable[[Progress], None]) -> list[RankSeen]
         EngineError: a rank failed, died, or gave no sign for ``job.timeout`` seconds; with its reason and the end of
             what it logged.
     """
-    with _Ranks(job) as ranks:
-        return ranks.hear_out(on_progress)
+    with Ranks(job.ranks) as ranks:
+        return ranks.run(job, on_progress)
 
 
-class _Ranks:
-    def __init__(self, job: Job):
-        self._job = job
+class Ranks:
+    """Rank processes, from entering to leaving the block; then none of them is left, whatever happened.
+
+    Args:
+        size: How many.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._jobs = 0
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-omni-vae-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> Ranks:
         try:
             self._start()
         except BaseException:
@@ -65,9 +72,8 @@ class _Ranks:
         self._end(_LEAVE_S if error is None else 0.0)
 
     def _start(self) -> None:
-        job = self._job
-        environment = envs.worker_environment(threads=max(1, len(os.sched_getaffinity(0)) // job.ranks))
-        for rank in range(job.ranks):
+        environment = envs.worker_environment(threads=max(1, len(os.sched_getaffinity(0)) // self._size))
+        for rank in range(self._size):
             ours, theirs = multiprocessing.Pipe()
             self._pipes.append(ours)
             with theirs, self._log(rank).open("wb") as log:
@@ -82,18 +88,30 @@ class _Ranks:
                     start_new_session=True,
                 )
             self._processes.append(process)
-            with contextlib.suppress(OSError):  # one that died already is found when it is listened to
-                ours.send(Setup(job, rank, f"file://{self._folder / 'rendezvous'}", os.getpid()))
 
-    def hear_out(self, on_progress: Callable[[Progress], None]) -> list[RankSeen]:
+    def run(self, job: Job, on_progress: Callable[[Progress], None]) -> list[RankSeen]:
+        """As `run_job`, on these processes. After an error, also one of ``on_progress``, they take no more jobs.
+
+        Args:
+            job: For as many ranks as there are.
+            on_progress: Told what comes next.
+        """
+        self._jobs += 1
+        meeting = f"file://{self._folder / f'rendezvous{self._jobs}'}"
+        for rank, pipe in enumerate(self._pipes):
+            with contextlib.suppress(OSError):  # one that died already is found when it is listened to
+                pipe.send(Setup(job, rank, meeting, os.getpid()))
+        return self._hear_out(job, on_progress)
+
+    def _hear_out(self, job: Job, on_progress: Callable[[Progress], None]) -> list[RankSeen]:
         """Listen until every rank has told what it saw."""
         seen: dict[int, RankSeen] = {}
         failed: dict[int, Failed | None] = {}
-        until = time.monotonic() + self._job.timeout
-        while silent := [rank for rank in range(self._job.ranks) if rank not in seen and rank not in failed]:
+        until = time.monotonic() + job.timeout
+        while silent := [rank for rank in range(self._size) if rank not in seen and rank not in failed]:
             heard = wait([self._pipes[rank] for rank in silent], max(0.0, until - time.monotonic()))
             if not heard and not failed:
-                raise EngineError(f"ranks {silent} gave no sign for {self._job.timeout:g} s", code="worker_stalled")
+                raise EngineError(f"ranks {silent} gave no sign for {job.timeout:g} s", code="worker_stalled")
             if not heard:
                 break
             for pipe in heard:
@@ -105,10 +123,10 @@ class _Ranks:
                     seen[rank] = message
                 else:
                     failed[rank] = message
-            until = time.monotonic() + (_LAST_WORDS_S if failed else self._job.timeout)
+            until = time.monotonic() + (_LAST_WORDS_S if failed else job.timeout)
         if failed:
             raise self._error(failed)
-        return [seen[rank] for rank in range(self._job.ranks)]
+        return [seen[rank] for rank in range(self._size)]
 
     def _receive(self, rank: int) -> FromRank | None:
         try:

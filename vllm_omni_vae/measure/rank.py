@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from ..autoencoders import Operation
 from ..autoencoders.dry_run import LiveBytes
+from ..distributed import give_back
 from ..worker.loader import rank_device
+from ..worker.meeting import meet
 from .arms import Arm, Kind
 from .judge import Judge
 from .messages import ArmSeen, Job, Progress, RankSeen, Setup, Work
@@ -25,30 +27,29 @@ _SPARE_S = 30.0
 def measure(setup: Setup, tell: Callable[[Progress], None]) -> RankSeen:
     """Collective over all ranks of the job. Run every arm of every operation, and return what this rank saw.
 
+    A process measures one job after the other; nothing of one is left when the next begins.
+
     Args:
         setup: The job, and who this rank is.
         tell: Told of progress, on rank 0.
     """
     job = setup.job
     device = rank_device(setup.rank)
-    cards = 0 if device.type == "cpu" else torch.accelerator.device_count()
-    staged = 0 < cards < job.ranks
-    if cards:
+    if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(
-        None if cards and not staged else "gloo" if staged else "cpu:gloo",
-        init_method=setup.init_method,
-        rank=setup.rank,
-        world_size=job.ranks,
-        timeout=timedelta(seconds=job.timeout + _SPARE_S),
-    )
+    patience = timedelta(seconds=job.timeout + _SPARE_S)
+    backend = meet(setup.init_method, setup.rank, job.ranks, device, patience)
     steps = _Steps(job, tell if setup.rank == 0 else None)
     steps.begin("loading")
-    subject = Subject(job, device, staged)
+    subject = Subject(job, device)
     run = _Run(job, setup.rank, subject, steps)
     seen = {work.operation: run.measure(work) for work in job.works}
-    backend = "gloo through the CPU" if staged else dist.get_default_backend_for_device(device)
-    return RankSeen(str(device), backend, torch.get_num_threads(), subject.weight_bytes, seen)
+    weights, threads = subject.weight_bytes, torch.get_num_threads()
+    run.end()
+    del run, subject
+    dist.destroy_process_group()
+    give_back(device)
+    return RankSeen(str(device), backend, threads, weights, seen)
 
 
 class _Steps:
@@ -102,6 +103,10 @@ class _Run:
                     seen[arm.name].wall_s.append(wall)
                     seen[arm.name].cpu_s.append(cpu)
         return seen
+
+    def end(self) -> None:
+        """Collective. Nobody leaves while another may still be sent something."""
+        dist.barrier(self._meeting)
 
     def _begin(self, arm: Arm, operation: Operation, what: str) -> None:
         """Collective. Every rank is here; one that has nothing to do in this arm sleeps in the next such call."""
