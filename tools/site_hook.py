@@ -2,7 +2,7 @@
 """A hook of mkdocs: pages that lie outside ``docs`` are part of the site too, and links to them lead there.
 
 In the repository `docs/index.md` links to `../CONTRIBUTING.md`; mkdocs knows only what lies below ``docs``. A link to
-code, which is no page, becomes its text.
+a file there that is no page becomes its text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def relinked(markdown: str, source: Path, depth: int) -> str:
     def moved(link: re.Match[str]) -> str:
         text, path, fragment = link.groups()
         target = (source.parent / path).resolve()
-        if target.suffix == ".py" and target.exists():
+        if target.suffix != ".md" and not target.is_relative_to(DOCS) and target.exists():
             return text
         for root in (DOCS, ROOT):
             if target.is_relative_to(root):

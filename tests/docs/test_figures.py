@@ -17,13 +17,14 @@ from tools import generate_docs
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLWan, Operation, select_strategy
 from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig, VaeConfig, VaeParallelMode
 from vllm_omni_vae.distributed import LocalWorld
-from vllm_omni_vae.engine import engine
 from vllm_omni_vae.errors import ConfigurationError
 from vllm_omni_vae.geometry import TileGrid, deal
 from vllm_omni_vae.pipelines.request import RANGES
 from vllm_omni_vae.plugin import SUPPORTED_VLLM
-from vllm_omni_vae.server import app, events, fields, media, video_form
+from vllm_omni_vae.server import app, body, errors, events, fetch, fields, media, strict_json, video_form
 from vllm_omni_vae.server.table import startup_table
+from vllm_omni_vae.worker.multiproc import MultiprocBackend
+from vllm_omni_vae.worker.ray import RayBackend
 
 GUIDE = ROOT / "docs" / "user_guide"
 NEEDS_RANKS = ("Omni(", "OpenAI(", "result.frames")
@@ -127,13 +128,19 @@ def test_the_rule_for_seconds() -> None:
         ("serving.md", f"1 to {RANGES['width'].high:,}"),
         ("serving.md", f"{media.SHEET_SIDE}x{media.SHEET_SIDE} stills"),
         ("serving.md", "After three restarts"),
+        ("serving.md", f"fields of a body: {body.MAX_FIELDS}; commas in JSON: {strict_json.MAX_VALUES:,}"),
+        ("serving.md", f"objects and arrays in one another: {strict_json.MAX_DEPTH} |"),
+        ("serving.md", f"characters of `extra_params` as JSON: {fields.MAX_EXTRA:,}"),
+        ("serving.md", f"held while they stream in; {fetch.TIMEOUT_S:g} s"),
+        ("troubleshooting.md", f"more than {strict_json.MAX_VALUES} commas, or {strict_json.MAX_DEPTH} objects"),
+        ("../../CHANGELOG.md", f"no error is longer than {errors.MAX_TEXT:,} characters"),
         ("serving.md", f"vLLM {SUPPORTED_VLLM}"),
         ("troubleshooting.md", f"those supported ({SUPPORTED_VLLM})"),
         ("../../README.md", f"| vLLM | {SUPPORTED_VLLM} |"),
     ],
 )
 def test_limits_of_the_server(page: str, said: str) -> None:
-    assert engine._MAX_RESTARTS == 3
+    assert MultiprocBackend.max_restarts == RayBackend.max_restarts == 3
     assert said in prose((GUIDE / page).resolve())
 
 
@@ -184,7 +191,7 @@ def test_messages_of_the_troubleshooting_page() -> None:
 
 def test_the_start_up_table() -> None:
     class Started:
-        worker_pids = (1, 2)
+        config = EngineConfig(model="m", parallel=DiffusionParallelConfig(vae_patch_parallel_size=2))
         device, dtype = "cpu", "float32"
         card = generate_docs.cards()["Wan 2.2 A14B image to video"]
         report = ()

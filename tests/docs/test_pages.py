@@ -35,8 +35,13 @@ PYTHON = all_blocks("python")
 SHELL = [(block, words) for block in all_blocks("bash") for words in commands(block)]
 SCRIPTS = {block.mark.split()[1]: block for block in PYTHON if block.mark.startswith("torchrun")}
 EXAMPLES = {path.name: path for path in (ROOT / "examples").rglob("*.py")}
+EXAMPLES["benchmarks/gpu/run.py"] = ROOT / "benchmarks" / "gpu" / "run.py"
+EXAMPLES["benchmarks/soak.py"] = ROOT / "benchmarks" / "soak.py"
+EXAMPLES["tools/accuracy.py"] = ROOT / "tools" / "accuracy.py"
 # Flags of other programs that the pages name.
 FOREIGN_FLAGS = {"--nproc-per-node", "--omni", "--help", "--use_parallel_vae", "--enable_tiling"}
+
+RAY_FLAGS = {"start": {"--head", "--port", "--address", "--block", "--disable-usage-stats", "--include-dashboard"}}
 
 page = pytest.mark.parametrize("page", pages(), ids=name)
 
@@ -144,6 +149,8 @@ def test_commands_would_be_taken(block: Block, words: list[str], tmp_path: Path)
         assert rest[0] == "--nproc-per-node" and rest[1].isdecimal()
         if rest[2] not in SCRIPTS:
             _run_arguments(rest[2:])
+    elif program == "ray":
+        assert not {word for word in rest if word.startswith("--")} - RAY_FLAGS[rest[0]]
     elif program == "curl":
         _check_curl(rest, tmp_path)
     else:
@@ -190,7 +197,7 @@ def test_the_tables_of_errors_are_complete() -> None:
     named = set(re.findall(r"`([a-z]+_[a-z_]+|timeout|cancelled)`", rows))
     sources = {path: path.read_text() for path in (ROOT / "vllm_omni_vae").rglob("*.py")}
     whole = "\n".join(sources.values())
-    derived = {"video_deleted", "video_expired", "not_found"}
+    derived = {"video_deleted", "video_expired", "not_found", "bad_request"}
     assert not {code for code in named - derived if f'"{code}"' not in whole}
     outside = "\n".join(text for path, text in sources.items() if path.parent.name in ("server", "pipelines"))
     raised = set(re.findall(r'code="([a-z_]+)"', outside)) | set(re.findall(r'JobError\("([a-z_]+)"', outside))
