@@ -16,6 +16,7 @@ from vllm_omni_vae.config import (
     TileExtent,
     VaeConfig,
     VaeParallelMode,
+    VaeSplit,
     VaeTileMerge,
 )
 from vllm_omni_vae.config.engine import ExecutorBackend
@@ -45,6 +46,7 @@ def _samples(flag: Flag) -> list[tuple[list[str], Any]]:
         TileExtent: [(["32x48"], TileExtent(32, 48)), (["32x48x8"], TileExtent(32, 48, 8))],
         VaeParallelMode: [([mode.value], mode) for mode in VaeParallelMode],
         VaeTileMerge: [([merge.value], merge) for merge in VaeTileMerge],
+        VaeSplit: [([split.value], split) for split in VaeSplit],
         ExecutorBackend: [([backend.value], backend) for backend in ExecutorBackend],
     }
     return samples.get(kind) or [(['{"a": [1]}'], {"a": [1]})]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -132,6 +133,10 @@ def make_blank(base: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     return twin.requires_grad_(False).eval()
 
 
+_IN_USE = threading.Lock()
+"""Threads share twins, and networks keep frames on themselves while they run."""
+
+
 @lru_cache(maxsize=8)
 def _twin(base: Any, config: str, dtype: torch.dtype) -> Any:
     return make_blank(base, json.loads(config), dtype)
@@ -147,12 +152,14 @@ def _plan(
     shape: tuple[int, ...],
     further: tuple[Sequence[Any], Sequence[tuple[str, Any]]],
 ) -> Plan:
-    twin = _twin(base, config, dtype)
-    vars(twin).update(set_on_it)
     args, kwargs = (_Blank.fill(v) for v in further[0]), {k: _Blank.fill(v) for k, v in further[1]}
     noted = _Noted()
-    with untiled(twin), torch.no_grad(), noted:
-        output = getattr(base, operation.value)(twin, torch.empty(shape, dtype=dtype, device="meta"), *args, **kwargs)
+    with _IN_USE:
+        twin = _twin(base, config, dtype)
+        vars(twin).update(set_on_it)
+        with untiled(twin), torch.no_grad(), noted:
+            blank = torch.empty(shape, dtype=dtype, device="meta")
+            output = getattr(base, operation.value)(twin, blank, *args, **kwargs)
     container, field, distribution, tensor = _taken_apart(output)
     small, large = (tensor.shape, shape) if operation is Operation.ENCODE else (shape, tensor.shape)
     return Plan(
