@@ -85,3 +85,40 @@ def test_other_origins_are_not_named(connect: Connect) -> None:
     server = connect(allowed_origins=("https://a.example",))
     answer = server.get("/v1/models", headers={"Origin": "https://b.example"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+OTHER = "https://b.example"
+HERE = "http://testserver"
+
+
+@pytest.mark.parametrize(
+    ("headers", "known"),
+    [
+        ({}, True),
+        ({"Origin": HERE}, True),
+        ({"Origin": HERE.upper()}, True),
+        ({"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Origin": "https://a.example", "Sec-Fetch-Site": "cross-site"}, True),
+        ({"Origin": OTHER}, False),
+        ({"Origin": OTHER, "Sec-Fetch-Site": "cross-site"}, False),
+        ({"Origin": HERE, "Sec-Fetch-Site": "cross-site"}, False),
+        ({"Origin": f"{HERE}:81", "Sec-Fetch-Site": "same-site"}, False),
+        ({"Origin": f"{HERE}:81"}, False),
+        ({"Origin": "null"}, False),
+        ({"Origin": "http://[b"}, False),
+    ],
+)
+def test_a_page_of_another_site_sends_nothing(connect: Connect, headers: dict[str, str], known: bool) -> None:
+    server = connect(allowed_origins=("https://a.example",))
+    answer = server.post("/v1/videos", json={}, headers=headers)
+    deleted = server.delete("/v1/videos/video_1", headers=headers)
+    # The engine of these tests never starts, and there is no such video.
+    assert (answer.status_code, deleted.status_code) == ((503, 404) if known else (403, 403))
+    if not known:
+        assert (answer.json()["error"]["code"], headers["Origin"] in answer.text) == ("unknown_origin", True)
+        assert server.get("/v1/videos", headers=headers).status_code == 200
+
+
+def test_every_origin_may_send_where_all_are_allowed(connect: Connect) -> None:
+    answer = connect(allowed_origins=("*",)).post("/v1/videos", json={}, headers={"Origin": OTHER})
+    assert answer.status_code == 503

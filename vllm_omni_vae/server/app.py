@@ -31,6 +31,7 @@ from .lifecycle import EngineLifecycle, ServingEngine
 from .listen import describe, listening_socket
 from .metrics import Metrics
 from .models import metrics_route, model_routes
+from .origins import KnownOrigins
 from .page import page_routes
 from .runner import JobRunner
 from .table import startup_table
@@ -122,6 +123,7 @@ def _assemble(
     app.include_router(VideoRoutes(VideoIntake(engine, names, config, fetcher), runner, store).router)
     app.include_router(ImageRoutes(ImageIntake(engine, names, config, fetcher), runner).router)
     app.add_middleware(UploadLimit, max_bytes=config.max_upload_bytes)
+    app.add_middleware(KnownOrigins, allowed=config.allowed_origins)
     if config.api_key:
         app.add_middleware(BearerAuth, keys=config.api_key)
     if config.allowed_origins:
