@@ -21,7 +21,9 @@ FAIL_SECONDS = 10.0
 """Requirement: a job whose rank died fails within this time."""
 
 
-@pytest.mark.parametrize(("stage", "rank"), itertools.product([Stage.ENCODE, Stage.DENOISE, Stage.DECODE], [1, 0]))
+@pytest.mark.parametrize(
+    ("stage", "rank"), list(itertools.product([Stage.ENCODE, Stage.DENOISE, Stage.DECODE], [1, 0]))
+)
 def test_a_killed_rank_fails_the_job_and_the_next_one_is_right(
     stage: Stage, rank: int, engines: Engines, reference: Reference
 ) -> None:
