@@ -11,7 +11,7 @@ import signal
 import sys
 
 from vllm_omni_vae.cli.exit import exit_on_error
-from vllm_omni_vae.config import EngineConfig, ServerConfig
+from vllm_omni_vae.config import DiffusionParallelConfig, EngineConfig, ServerConfig
 from vllm_omni_vae.engine.api import JobEvent, JobHandle, Listener, Started
 from vllm_omni_vae.errors import EngineError
 from vllm_omni_vae.pipelines.request import GenerationRequest
@@ -56,7 +56,8 @@ def main(settings: dict) -> None:
 
     app.Engine = Told  # type: ignore[assignment, misc]
     with exit_on_error():
-        app.run(EngineConfig(model="scripted"), ServerConfig(**settings))
+        parallel = DiffusionParallelConfig(vae_patch_parallel_size=2)
+        app.run(EngineConfig(model="scripted", parallel=parallel), ServerConfig(**settings))
     print("left", flush=True)
 
 
