@@ -49,6 +49,8 @@ CLIP: dict[str, Any] = {
 LONG = CLIP | {"num_frames": 9, "size": "272x272"}
 """Takes long enough to be met in each of its stages."""
 TILES = ("--vae-tile-size", "64x64", "--vae-tile-stride", "48x48")
+MOST_STEPS = 200
+LEAVE_SECONDS = 1.0
 STALL_SECONDS = 6
 DISK_MIB = 16
 SPARE_BYTES = 8192
@@ -176,7 +178,8 @@ def left(stand: Stand) -> tuple[float, str]:
     """A client of /v1/videos/sync closes its connection."""
     before = cancelled(stand)
     with contextlib.suppress(httpx.ReadTimeout):
-        httpx.post(f"{stand.server.url}/v1/videos/sync", json=LONG, timeout=1.5)
+        asked = LONG | {"num_inference_steps": MOST_STEPS}
+        httpx.post(f"{stand.server.url}/v1/videos/sync", json=asked, timeout=LEAVE_SECONDS)
     at = time.monotonic()
     while cancelled(stand) == before:
         if time.monotonic() > at + PATIENCE:
@@ -344,14 +347,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 3], help="ranks that share the VAE; one server each"
-    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="ranks of one server after another")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only the faults whose name has TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row there")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="vllm-omni-vae-faults-") as folder:
         for ranks in args.ranks:

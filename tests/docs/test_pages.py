@@ -36,6 +36,7 @@ SHELL = [(block, words) for block in all_blocks("bash") for words in commands(bl
 SCRIPTS = {block.mark.split()[1]: block for block in PYTHON if block.mark.startswith("torchrun")}
 EXAMPLES = {path.name: path for path in (ROOT / "examples").rglob("*.py")}
 EXAMPLES["benchmarks/gpu/run.py"] = ROOT / "benchmarks" / "gpu" / "run.py"
+EXAMPLES["benchmarks/faults.py"] = ROOT / "benchmarks" / "faults.py"
 EXAMPLES["benchmarks/soak.py"] = ROOT / "benchmarks" / "soak.py"
 EXAMPLES["tools/accuracy.py"] = ROOT / "tools" / "accuracy.py"
 # Flags of other programs that the pages name.
