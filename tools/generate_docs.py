@@ -38,9 +38,6 @@ NOTE = "<!-- Written by tools/generate_docs.py; `make docs` writes it anew. -->"
 PROMISES: Mapping[VaeParallelMode, str] = {
     VaeParallelMode.TILE: "bit-equal to diffusers' own tiles of the same size and stride on one rank",
     VaeParallelMode.AUTO: "what the strategy promises that it takes; a family with `tile` alone takes `tile`",
-    VaeParallelMode.SPATIAL_SHARD_HEIGHT: "equal to the un-tiled result on one rank up to the order of additions",
-    VaeParallelMode.SPATIAL_SHARD_WIDTH: "equal to the un-tiled result on one rank up to the order of additions",
-    VaeParallelMode.SPATIAL_SHARD_GRID: "equal to the un-tiled result on one rank up to the order of additions",
     **dict.fromkeys(
         (
             VaeParallelMode.SPATIAL_SHARD_HEIGHT,
