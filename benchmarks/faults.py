@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.helpers.server import Server  # noqa: E402
+from tests.helpers.weights import spoil  # noqa: E402
 from vllm_omni_vae import tiny  # noqa: E402
 
 FAMILY = "wan2.2-t2v"
@@ -291,13 +292,8 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 def spoilt(folder: Path) -> Path:
     """A checkpoint of which the second expert makes no numbers."""
-    from safetensors.torch import load_file, save_file
-
     model = tiny.build(FAMILY, folder)
-    weights = model / "transformer_2" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(weights)
-    tensors["proj_out.bias"].fill_(float("nan"))
-    save_file(tensors, weights, metadata={"format": "pt"})
+    spoil(model / "transformer_2" / "diffusion_pytorch_model.safetensors", "proj_out.bias", float("nan"))
     return model
 
 

@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
@@ -27,3 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = unmet(marks) if has_vllm or "vllm" not in marks else "vLLM is not installed"
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let autoencoders believe to be on rank 0 of two; nothing here makes them talk."""
+    from vllm_omni_vae.distributed import NullCommunicator, VaeGroups
+
+    def create(size: int, group: Any = None, output_rank: int = 0, timeout: Any = None) -> VaeGroups:
+        return VaeGroups.over(NullCommunicator(0, size), output_rank)
+
+    monkeypatch.setattr(VaeGroups, "create", create)

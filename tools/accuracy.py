@@ -148,7 +148,7 @@ def rows(vae: Any, operation: Operation, x: torch.Tensor) -> Iterator[Row]:
 
 def _decision(vae: Any, operation: Operation, x: torch.Tensor, splits: VaeSplits) -> Decision:
     comm = NullCommunicator(0, RANKS)
-    state = ParallelState(VaeGroups(comm, comm, tuple(range(RANKS))), VaeParallelMode.TILE, False)
+    state = ParallelState(VaeGroups.over(comm), VaeParallelMode.TILE, False)
     seen = vae.spec.seen_extents(vae, operation, tuple(x.shape))
     decision: Decision = vae.decide(Trial(state, VaeParallelMode.TILE, splits), operation, seen)
     return decision
@@ -157,7 +157,7 @@ def _decision(vae: Any, operation: Operation, x: torch.Tensor, splits: VaeSplits
 def _shard(vae: Any, operation: Operation, x: torch.Tensor) -> torch.Tensor:
     def one_rank(comm: LocalCommunicator) -> torch.Tensor:
         mine = copy.deepcopy(vae)
-        state = ParallelState(VaeGroups(comm, comm, tuple(range(RANKS))), SHARD, False)
+        state = ParallelState(VaeGroups.over(comm), SHARD, False)
         mine._vae_parallel = Trial(state, SHARD)
         with torch.no_grad():
             return run(mine, operation, x, {})

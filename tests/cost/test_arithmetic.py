@@ -80,7 +80,7 @@ def test_the_executor_sends_just_that(ranks: int, output: int, dtype: torch.dtyp
     operator = DistributedOperator(split, run, lambda tiles, spec: merge_tiles(tiles, spec.grid))
 
     def body(comm: LocalCommunicator) -> tuple[int, int, int]:
-        groups = VaeGroups(comm, comm, tuple(range(ranks)), output)
+        groups = VaeGroups.over(comm, output)
         DistributedVaeExecutor(groups).execute(x, operator, broadcast_result=broadcast)
         return comm.traffic.messages, comm.traffic.bytes, comm.traffic.broadcast_bytes
 

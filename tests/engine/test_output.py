@@ -6,19 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.engine.engines import RESULT_SECONDS, Engines, ask, submit
+from tests.helpers.weights import spoil
 from vllm_omni_vae.engine.engine import Engine
 from vllm_omni_vae.errors import EngineError
 
 pytestmark = pytest.mark.distributed
-
-
-def spoil(weights: Path, name: str, value: float) -> None:
-    tensors = load_file(weights)
-    tensors[name].fill_(value)
-    save_file(tensors, weights, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")

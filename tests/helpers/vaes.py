@@ -249,7 +249,7 @@ def local_groups(
 ) -> VaeGroups:
     """Groups of a rank that is a thread; all ranks work unless ``workers`` names some, which meet in ``work_world``."""
     if not workers:
-        return VaeGroups(comm, comm, tuple(range(comm.size)), output)
+        return VaeGroups.over(comm, output)
     work = None
     if work_world is not None and comm.rank in workers:
         work = LocalCommunicator(work_world, workers.index(comm.rank))

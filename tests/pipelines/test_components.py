@@ -13,7 +13,6 @@ from torch import nn
 from tests.helpers.vaes import on_ranks, tiny_vae
 from vllm_omni_vae.autoencoders import DistributedAutoencoderKLWan
 from vllm_omni_vae.config import DiffusionParallelConfig, VaeConfig, VaeSplits, VaeTileMerge
-from vllm_omni_vae.distributed import NullCommunicator, VaeGroups
 from vllm_omni_vae.errors import ConfigurationError, GeometryError, UnsupportedError
 from vllm_omni_vae.pipelines.components import distribute_vaes, find_vaes, repeated, self_test, set_up_vae
 from vllm_omni_vae.pipelines.request import ComponentReport
@@ -68,17 +67,6 @@ class TwoStages(DiffusionPipeline):
     def __init__(self, vae: Any, scheduler: Any):
         super().__init__()
         self.register_modules(vae=vae, scheduler=scheduler)
-
-
-@pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let autoencoders believe to be on rank 0 of two; nothing here makes them talk."""
-
-    def create(size: int, group: Any = None, output_rank: int = 0, timeout: Any = None) -> VaeGroups:
-        comm = NullCommunicator(0, size)
-        return VaeGroups(comm, comm, tuple(range(size)), output_rank)
-
-    monkeypatch.setattr(VaeGroups, "create", create)
 
 
 def renamed(vae: Any) -> Renamed:

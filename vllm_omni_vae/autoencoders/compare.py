@@ -192,7 +192,7 @@ def run_pieces_alone(
 
 def _on_one_rank(splits: VaeSplits = IN_TILES, pieces: int = 1) -> ParallelState:
     comm = NullCommunicator(0, 1)
-    state = ParallelState(VaeGroups(comm, comm, (0,)), VaeParallelMode.TILE, False)
+    state = ParallelState(VaeGroups.over(comm), VaeParallelMode.TILE, False)
     alone = Trial(state, VaeParallelMode.TILE, splits)
     alone.pieces = pieces
     return alone

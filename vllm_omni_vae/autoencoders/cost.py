@@ -296,6 +296,6 @@ class _Unheard(ParallelState):
 def _state(
     comm: CountingCommunicator, mode: VaeParallelMode, chunk: int | None, merge: VaeTileMerge, splits: VaeSplits
 ) -> ParallelState:
-    state = _Unheard(VaeGroups(comm, comm, tuple(range(comm.size))), mode, False, merge=merge, splits=splits)
+    state = _Unheard(VaeGroups.over(comm), mode, False, merge=merge, splits=splits)
     state.chunk = chunk
     return state

@@ -37,6 +37,16 @@ class VaeGroups:
     halo: Communicator | None = None
 
     @classmethod
+    def over(cls, comm: Communicator, output: int = 0) -> VaeGroups:
+        """Every rank of ``comm`` calls, and all of them share the work. Not collective.
+
+        Args:
+            comm: The ranks.
+            output: Which of them owns a result that is not broadcast.
+        """
+        return cls(comm, comm, tuple(range(comm.size)), output)
+
+    @classmethod
     def create(
         cls,
         size: int,

@@ -42,7 +42,7 @@ def blank(name: str = "wan2.1") -> Any:
 
 def decided(budget: int | None, mode: VaeParallelMode = WIDTH) -> Decision:
     comm = NullCommunicator(0, RANKS)
-    state = ParallelState(VaeGroups(comm, comm, tuple(range(RANKS))), mode, False)
+    state = ParallelState(VaeGroups.over(comm), mode, False)
     state.budget = budget
     return blank().decide(state, Operation.DECODE, SEEN)
 
@@ -106,7 +106,7 @@ def test_a_forecast_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(memory, "Forecaster", Counting)
     comm = NullCommunicator(0, RANKS)
-    state = ParallelState(VaeGroups(comm, comm, tuple(range(RANKS))), WIDTH, False)
+    state = ParallelState(VaeGroups.over(comm), WIDTH, False)
     state.budget = 1 << 40
     vae = blank()
     first = vae.decide(state, Operation.DECODE, SEEN)
@@ -118,7 +118,7 @@ def test_a_forecast_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_fixed_chunk_is_taken_as_it_is() -> None:
     comm = NullCommunicator(0, RANKS)
-    state = ParallelState(VaeGroups(comm, comm, tuple(range(RANKS))), WIDTH, False)
+    state = ParallelState(VaeGroups.over(comm), WIDTH, False)
     state.budget, state.chunk = 1, 3
     decision = blank().decide(state, Operation.DECODE, SEEN)
     assert (decision.chunk, decision.reason) == (3, "as configured")
@@ -146,7 +146,7 @@ def test_no_rank_holds_as_much_as_one_rank_of_the_whole(
 def test_chunks_beyond_that_are_not_chosen() -> None:
     for ranks, chunk in ((2, 2), (3, 4), (4, 4)):
         comm = NullCommunicator(0, ranks)
-        state = ParallelState(VaeGroups(comm, comm, tuple(range(ranks))), WIDTH, False)
+        state = ParallelState(VaeGroups.over(comm), WIDTH, False)
         assert blank().decide(state, Operation.DECODE, (9, 5, ranks)).chunk == chunk
 
 

@@ -196,7 +196,7 @@ def decided(vae: Any, operation: Operation, seen: tuple[int, int, int], ranks: i
     mine = copy.deepcopy(vae)
     mine.__class__ = distributed_class(vae)
     mode, instead = how.pop("mode", TILE), how.pop("instead", None)
-    state = ParallelState(VaeGroups(comm, comm, tuple(range(ranks))), mode, False, **how)
+    state = ParallelState(VaeGroups.over(comm), mode, False, **how)
     return mine.decide(state, operation, seen, mode=instead)
 
 
@@ -245,17 +245,6 @@ def test_ranks_with_other_splits_are_told_apart() -> None:
 
     (message,) = set(on_ranks(2, tiny_vae(), body))
     assert message.startswith("ranks came with different splits: rank 0 has ")
-
-
-@pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let autoencoders believe to be on rank 0 of two; nothing here makes them talk."""
-
-    def create(size: int, group: Any = None, output_rank: int = 0, timeout: Any = None) -> VaeGroups:
-        comm = NullCommunicator(0, size)
-        return VaeGroups(comm, comm, tuple(range(size)), output_rank)
-
-    monkeypatch.setattr(VaeGroups, "create", create)
 
 
 @pytest.mark.usefixtures("two_ranks")
