@@ -7,7 +7,7 @@ import dataclasses
 from enum import StrEnum
 from typing import Any
 
-from ..config import VaeParallelMode, VaeTileMerge
+from ..config import VaeParallelMode, VaeTileMerge, splits
 from ..geometry import Partition, RankGrid, TileGrid, deal
 from .spec import Operation
 
@@ -17,7 +17,7 @@ class Strategy(StrEnum):
 
     DIRECT = "direct"
     TILE = "tile"
-    RANK_SPLIT = "rank_split"
+    RANK_SPLIT = splits.RANK_SPLIT
     SPATIAL_SHARD_HEIGHT = "spatial_shard_height"
     SPATIAL_SHARD_WIDTH = "spatial_shard_width"
     SPATIAL_SHARD_GRID = "spatial_shard_grid"

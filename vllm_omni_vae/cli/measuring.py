@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import VaeConfig, VaeParallelMode, VaeSplits
+from ..config.splits import RANK_SPLIT
 from ..errors import GeometryError, UnsupportedError
-from ..measure.arms import RANK_SPLIT, arms_of
+from ..measure.arms import arms_of
 from ..measure.messages import Job, Progress, RankSeen, Source, Work
 from ..measure.result import OperationResult, gather_arms
 from .asked import add_margins, add_model, add_operation, add_tiles, margins_of, merges_of, operations_of

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import IN_TILES, VaeConfig, VaeParallelMode, VaeSplits, VaeTileMerge
+from ..config.splits import RANK_SPLIT
 from ..errors import ConfigurationError, RankError, UnsupportedError
 from ..geometry import deal
-from ..measure.arms import RANK_SPLIT
 from .asked import (
     add_margins,
     add_model,

@@ -15,6 +15,9 @@ MARGIN = 2
 
 OPERATIONS = ("encode", "decode")
 
+RANK_SPLIT = "rank_split"
+"""What one piece for each rank is called where strategies are named, and modes, of which it is none."""
+
 
 class VaeSplit(StrEnum):
     """What the ranks cut.

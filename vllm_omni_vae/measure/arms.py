@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from ..config import IN_TILES, VaeParallelMode, VaeSplits, VaeTileMerge
-
-RANK_SPLIT = "rank_split"
-"""What one piece for each rank is called where modes are named, of which it is none."""
+from ..config.splits import RANK_SPLIT
 
 
 class Kind(StrEnum):
